@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's API in front, versions and lanes in the middle, engines behind."""
