@@ -47,6 +47,18 @@ class Call:
         return {"adapter": self.lane.adapter, "version": self.lane.version, "digest": self.lane.digest}
 
 
+class Chunks(Protocol):
+    """A stream's chunks. An async generator is one, if it has been started."""
+
+    def __aiter__(self) -> AsyncIterator[Chunk]: ...
+
+    async def __anext__(self) -> Chunk: ...
+
+    async def aclose(self) -> None:
+        """Abort what is left, also when nothing was read yet. Does nothing after the end."""
+        ...
+
+
 class Engine(Protocol):
     """Runs the model. All methods are called on the event loop; none may block it."""
 
@@ -87,8 +99,8 @@ class Engine(Protocol):
         """Free the lane's slot. The caller holds no lease on it."""
         ...
 
-    async def stream(self, call: Call) -> AsyncIterator[Chunk]:
-        """Admit the request, then return its chunks. Closing the iterator aborts it.
+    async def stream(self, call: Call) -> Chunks:
+        """Admit the request, then return its chunks. Closing them aborts it.
 
         Returns only once the request is accepted, so that the errors below still become an HTTP status;
         a later failure is raised from the iterator. Raises InvalidRequest (prompt too long, unsupported
