@@ -1,0 +1,29 @@
+"""Reads bases and adapters from disk, and refuses what it does not understand by name."""
+
+from .adapter import Adapter, read_adapter, read_adapter_file
+from .base import BaseCheckpoint
+from .config import AdapterConfig
+from .digest import AdapterDigest, digest_of
+from .errors import Finding, InvalidAdapter, LoaderError, UnsafeFile, UnsupportedBase
+from .fit import Layout
+from .inventory import Inventory, Module
+from .write import write_adapter
+
+__all__ = [
+    "Adapter",
+    "AdapterConfig",
+    "AdapterDigest",
+    "BaseCheckpoint",
+    "Finding",
+    "InvalidAdapter",
+    "Inventory",
+    "Layout",
+    "LoaderError",
+    "Module",
+    "UnsafeFile",
+    "UnsupportedBase",
+    "digest_of",
+    "read_adapter",
+    "read_adapter_file",
+    "write_adapter",
+]
