@@ -1,9 +1,9 @@
 """What can be wrong with files. One finding says what was wrong, where, and what was expected.
 
-    LoaderError
-    ├── UnsafeFile          the bytes are not a well-formed safetensors file, or exceed a limit
-    ├── UnsupportedBase     a base checkpoint or config lanewise cannot serve
-    └── InvalidAdapter      an adapter that does not fit the base; carries every finding, not only the first
+LoaderError
+├── UnsafeFile          the bytes are not a well-formed safetensors file, or exceed a limit
+├── UnsupportedBase     a base checkpoint or config lanewise cannot serve
+└── InvalidAdapter      an adapter that does not fit the base; carries every finding, not only the first
 """
 
 from collections.abc import Sequence
