@@ -54,6 +54,11 @@ class LanePool:
         """What can be adapted: the base's linears, and w1, w2, w3 of each expert bank."""
         return list(self._pairs)
 
+    def shapes(self, module: str) -> tuple[torch.Size, torch.Size]:
+        """Shapes of the A and B of a module in one slot, at max_rank."""
+        place = self._pairs[module]
+        return place.a.shape[1:], place.b.shape[1:]
+
     @property
     def nbytes(self) -> int:
         """Memory of all slots together."""
