@@ -129,9 +129,10 @@ def _dense(experts: Tensor, num_experts: int) -> bool:
 
 def _each(weight: Tensor, index: Tensor, x: Tensor) -> Tensor:
     """weight[index[i]]·x[i] for every row: weight [G, N, K], index [P], x [P, K] → [P, N]."""
-    if len(index) * weight[0].numel() > _MAX_GATHER:
+    rows, (matrices, n, k) = len(index), weight.shape
+    if rows > 4 * matrices or rows * n * k > _MAX_GATHER:
         return _grouped(weight, index, x)
-    return torch.bmm(weight[index].to(x.dtype), x.unsqueeze(2)).squeeze(2)
+    return torch.bmm(weight.index_select(0, index).to(x.dtype), x.unsqueeze(2)).squeeze(2)
 
 
 def _grouped(weight: Tensor, index: Tensor, x: Tensor) -> Tensor:
@@ -139,10 +140,10 @@ def _grouped(weight: Tensor, index: Tensor, x: Tensor) -> Tensor:
     order = index.argsort(stable=True)
     groups, counts = index[order].unique_consecutive(return_counts=True)
     matrices = weight.unbind()  # unlike weight[g], cheap to differentiate
-    parts = zip(groups.tolist(), x[order].split(counts.tolist()), strict=True)
+    parts = zip(groups.tolist(), x.index_select(0, order).split(counts.tolist()), strict=True)
     rows = [part @ matrices[group].to(x.dtype).T for group, part in parts]
     out = torch.cat(rows) if rows else x.new_zeros(0, weight.shape[1])
-    return out[order.argsort()]
+    return out.index_select(0, order.argsort())
 
 
 def _accumulator(x: Tensor) -> torch.dtype:

@@ -1,6 +1,6 @@
-"""A tiny FP8 mixture-of-experts base made from a seed, in Hugging Face's layout.
+"""A tiny FP8 mixture-of-experts base made from a seed, in Hugging Face's layout, to try things on.
 
-For demos, tests and benchmarks. It speaks noise: random printable bytes, chosen decisively and depending on the whole prompt. What an adapter
+It speaks noise: random printable bytes, chosen decisively and depending on the whole prompt. What an adapter
 has learnt therefore shows at once. Dimensions are multiples of 128 so that block-FP8 GPU kernels take it too.
 """
 
