@@ -3,12 +3,14 @@
     LanewiseError                     status  type
     ├── InvalidRequest                400     invalid_request_error
     ├── NotFound                      404     not_found_error      unknown model, adapter or version
+    ├── NotAllowed                    405     invalid_request_error   the path exists, the method does not
     ├── Conflict                      409     conflict_error       the change does not fit the present state
     ├── TooLarge                      413     invalid_request_error
     ├── Unprocessable                 422     invalid_adapter_error   a push that was read and refused
     ├── Overloaded                    429     rate_limit_error     carries Retry-After
     ├── Unavailable                   503     unavailable_error    starting, stopping; carries Retry-After
-    └── EngineFailure                 500     engine_error         the engine broke; the request may be retried
+    ├── EngineFailure                 500     engine_error         the engine broke; a retry may work
+    └── InternalError                 500     server_error         a bug of ours; the log has the request id
 
 Foreign errors (loaders', pydantic's, starlette's) are mapped to these in `api/errors.py`, nowhere else.
 """
@@ -64,6 +66,10 @@ class NotFound(LanewiseError):
     status, type = HTTPStatus.NOT_FOUND, "not_found_error"
 
 
+class NotAllowed(LanewiseError):
+    status, type = HTTPStatus.METHOD_NOT_ALLOWED, "invalid_request_error"
+
+
 class Conflict(LanewiseError):
     status, type = HTTPStatus.CONFLICT, "conflict_error"
 
@@ -94,3 +100,7 @@ class Unavailable(_Retryable):
 
 class EngineFailure(LanewiseError):
     status, type = HTTPStatus.INTERNAL_SERVER_ERROR, "engine_error"
+
+
+class InternalError(LanewiseError):
+    status, type = HTTPStatus.INTERNAL_SERVER_ERROR, "server_error"

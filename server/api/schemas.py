@@ -1,4 +1,6 @@
-"""OpenAI's request bodies, as far as an engine can act on them. Unknown fields are refused, not ignored.
+"""OpenAI's request bodies, and the objects our own routes answer with.
+
+Requests are OpenAI's as far as an engine can act on them. Unknown fields are refused, not ignored.
 
 Source: OpenAI's API reference for /v1/chat/completions and /v1/completions. Extensions that SGLang and vLLM
 share and clients really send: top_k, min_p, stop_token_ids, ignore_eos, lora_path, chat_template_kwargs.
@@ -13,7 +15,7 @@ MAX_STOP_STRINGS = 16
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class StreamOptions(_Body):
@@ -102,3 +104,68 @@ class CompletionRequest(_Sampling):
     @property
     def answer_limit(self) -> int | None:
         return self.max_tokens
+
+
+class VersionObject(BaseModel):
+    """One version of an adapter. `created` is in Unix seconds, `nbytes` counts the factors."""
+
+    object: Literal["adapter.version"] = "adapter.version"
+    adapter: str
+    version: int
+    digest: str
+    state: str
+    created: int
+    rank: int
+    layout: str
+    nbytes: int
+    leases: int
+
+
+class AdapterObject(BaseModel):
+    """An adapter; `active` is the number of its active version."""
+
+    object: Literal["adapter"] = "adapter"
+    name: str
+    active: int | None
+    versions: list[int]
+    created: int
+
+
+class VersionList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[VersionObject]
+
+
+class AdapterList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[AdapterObject]
+
+
+class Deleted(BaseModel):
+    """`id` is the adapter, or adapter@version."""
+
+    id: str
+    object: Literal["adapter", "adapter.version"]
+    deleted: Literal[True] = True
+
+
+class Provenance(BaseModel):
+    version: int
+    digest: str
+
+
+class ModelCard(BaseModel):
+    """OpenAI's model object. `parent` is the base's name for adapters, as vLLM has it."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["lanewise"] = "lanewise"
+    root: str
+    parent: str | None = None
+    lanewise: Provenance | None = None
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

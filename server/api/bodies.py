@@ -1,0 +1,72 @@
+"""Request bodies: read within a limit, small ones as JSON, large ones to disk."""
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import IO, TypeVar
+
+from anyio import to_thread
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from lanewise.loaders import AdapterDigest
+
+from ..errors import InvalidRequest, TooLarge
+from .errors import invalid_fields
+
+_BATCH = 2**20
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def read_json(request: Request, model: type[Model], limit: int) -> Model:
+    """The body as `model`. Raises TooLarge over `limit` bytes, InvalidRequest naming the field.
+
+    pydantic's parser bounds nesting, so a deep body is refused like any other that is not JSON.
+    """
+    body = bytearray()
+    async for chunk in _limited(request, limit):
+        body += chunk
+    try:
+        return model.model_validate_json(bytes(body))
+    except ValidationError as error:
+        raise invalid_fields(error.errors(include_url=False, include_context=False)) from None
+
+
+async def receive_file(request: Request, file: Path, digest: AdapterDigest, limit: int) -> None:
+    """Write the body to `file` and hash it while it arrives, holding at most a batch of it in memory.
+
+    Raises TooLarge over `limit` bytes, InvalidRequest when it is not as long as `content-length` says.
+    """
+    size, batch = 0, bytearray()
+    out = await to_thread.run_sync(file.open, "xb")
+    try:
+        async for chunk in _limited(request, limit):
+            size += len(chunk)
+            batch += chunk
+            if len(batch) >= _BATCH:
+                await to_thread.run_sync(_append, out, digest, batch)
+                batch = bytearray()
+        await to_thread.run_sync(_append, out, digest, batch)
+    finally:
+        await to_thread.run_sync(out.close)
+    declared = request.headers.get("content-length")
+    if declared is not None and int(declared) != size:
+        raise InvalidRequest(f"the body has {size} bytes; content-length says {declared}", param="body")
+
+
+async def _limited(request: Request, limit: int) -> AsyncGenerator[bytes]:
+    declared = request.headers.get("content-length", "0")
+    size = int(declared) if declared.isdecimal() else 0
+    if size <= limit:
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                break
+            yield chunk
+    if size > limit:
+        raise TooLarge(f"the body has {size} bytes or more; expected at most {limit}", param="body")
+
+
+def _append(out: IO[bytes], digest: AdapterDigest, data: bytearray) -> None:
+    digest.update(data)
+    out.write(data)

@@ -1,0 +1,101 @@
+"""OpenAI's routes: chat completions, completions, models."""
+
+import uuid
+from contextlib import AsyncExitStack
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+
+from ..catalog import BASE, Version
+from ..engines.protocol import Call, Lane
+from ..errors import LanewiseError
+from ..service import Service
+from .bodies import read_json
+from .schemas import ChatRequest, CompletionRequest, ModelCard, ModelList, Provenance
+from .streams import EventStream, unless_gone
+
+router = APIRouter(prefix="/v1", tags=["openai"])
+
+
+def service_of(request: Request) -> Service:
+    """The service behind the app that a request came to."""
+    return request.app.state.service
+
+
+UsedService = Annotated[Service, Depends(service_of)]
+
+
+@router.post("/chat/completions")
+async def chat_completions(request: Request, service: UsedService) -> Response:
+    body = await read_json(request, ChatRequest, service.settings.max_json_bytes)
+    return await _answer(request, service, body, "chat.completions")
+
+
+@router.post("/completions")
+async def completions(request: Request, service: UsedService) -> Response:
+    body = await read_json(request, CompletionRequest, service.settings.max_json_bytes)
+    return await _answer(request, service, body, "completions")
+
+
+@router.get("/models")
+async def models(service: UsedService) -> ModelList:
+    active = [record.active for record in service.catalog.adapters.values()]
+    cards = [_card(service, version.adapter, version) for version in active if version]
+    return ModelList(data=[_base_card(service), *cards])
+
+
+@router.get("/models/{model_id:path}")
+async def model(model_id: str, service: UsedService) -> ModelCard:
+    version = service.select(model_id)
+    return _base_card(service) if version is None else _card(service, model_id, version)
+
+
+async def _answer(
+    request: Request, service: Service, body: ChatRequest | CompletionRequest, route: str
+) -> Response:
+    """Select, lease, call the engine. A stream keeps the lease until it has really ended."""
+    service.check_open()
+    version = service.select(body.model, body.lora_path)
+    async with AsyncExitStack() as held:
+        watch = held.enter_context(service.metrics.request(route, version.adapter if version else BASE))
+        try:
+            lane = await held.enter_async_context(service.lanes.lease(version)) if version else None
+            call = Call(uuid.uuid4().hex, body, lane)
+            headers = _provenance_headers(lane)
+            if body.stream:
+                chunks = await service.engine.stream(call)
+                held.push_async_callback(chunks.aclose)
+                return EventStream(chunks, watch, held.pop_all(), headers)
+            answer = await unless_gone(request, service.engine.complete(call))
+        except LanewiseError as error:
+            watch.status = str(error.status.value)
+            raise
+        watch.chunk(answer)
+        watch.status = "200"
+        return JSONResponse(answer, headers=headers)
+
+
+def _provenance_headers(lane: Lane | None) -> dict[str, str]:
+    if lane is None:
+        return {"x-lanewise-adapter": BASE}
+    return {
+        "x-lanewise-adapter": lane.adapter,
+        "x-lanewise-version": str(lane.version),
+        "x-lanewise-digest": lane.digest,
+    }
+
+
+def _base_card(service: Service) -> ModelCard:
+    name = service.settings.served_base_name
+    return ModelCard(id=name, created=service.started_at, root=name)
+
+
+def _card(service: Service, name: str, version: Version) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=version.created,
+        root=version.key,
+        parent=service.settings.served_base_name,
+        lanewise=Provenance(version=version.number, digest=version.digest),
+    )

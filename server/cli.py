@@ -1,0 +1,91 @@
+"""The `lanewise` command."""
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from lanewise.loaders import LoaderError
+
+from .errors import LanewiseError
+from .settings import Settings
+
+main = typer.Typer(
+    name="lanewise",
+    help="One frozen base, many hot-swapped LoRA adapters.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+_errors = Console(stderr=True)
+
+
+@main.callback()
+def lanewise() -> None:
+    """Settings not given here are read from LANEWISE_… in the environment."""
+
+
+@main.command()
+def serve(
+    base: Annotated[Path | None, typer.Option(help="Folder of the base checkpoint.")] = None,
+    base_name: Annotated[str | None, typer.Option(help="Name to serve the base under.")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="Store and activate; repeatable.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder for adapters that are pushed.")] = None,
+    host: Annotated[str | None, typer.Option()] = None,
+    port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    max_lanes: Annotated[int | None, typer.Option(help="Adapters resident at the same time.")] = None,
+    max_rank: Annotated[int | None, typer.Option(help="Highest rank taken.")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Answers made at the same time.")] = None,
+    max_waiting: Annotated[int | None, typer.Option(help="Answers queued before 429.")] = None,
+    grace_s: Annotated[float | None, typer.Option(help="Seconds for running requests at the end.")] = None,
+) -> None:
+    """Serve a base and its adapters over OpenAI's HTTP API."""
+    given = locals() | {"adapters": _named_folders(adapter or [])}
+    del given["adapter"]
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        settings = _settings(given)
+        _serve(settings)
+    except (LanewiseError, LoaderError, OSError) as error:
+        _errors.print(f"[red]{type(error).__name__}[/red]: {error}", soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _serve(settings: Settings) -> None:
+    # Imported late: torch takes seconds, and the other commands do not need it.
+    from .engines.torch_engine import TorchEngine
+    from .serve import serve
+
+    engine = TorchEngine(
+        settings.base,
+        max_lanes=settings.max_lanes,
+        max_rank=settings.max_rank,
+        max_running=settings.max_running,
+        max_waiting=settings.max_waiting,
+        device=settings.device,
+    )
+    serve(engine, settings, lambda url: typer.echo(f"lanewise serves {settings.served_base_name} at {url}"))
+
+
+def _settings(given: dict[str, Any]) -> Settings:
+    try:
+        return Settings(**{name: value for name, value in given.items() if value not in (None, {})})
+    except ValidationError as error:
+        problems = [f"--{p['loc'][0]}: {p['msg']}".replace("_", "-") for p in error.errors()]
+        raise typer.BadParameter("; ".join(problems)) from None
+
+
+def _named_folders(pairs: list[str]) -> dict[str, Path]:
+    named: dict[str, Path] = {}
+    for pair in pairs:
+        name, equals, folder = pair.partition("=")
+        if not equals or not name or name in named:
+            raise typer.BadParameter(f"--adapter {pair!r}; expected NAME=FOLDER, each name once")
+        named[name] = Path(folder)
+    return named

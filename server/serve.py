@@ -1,0 +1,91 @@
+"""Runs an engine's app under uvicorn until a signal says stop."""
+
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+import uvloop
+
+from .api.app import create_app
+from .engines.protocol import Engine
+from .service import Service
+from .settings import Settings
+
+_LINGER_S = 5  # after the engine's grace: for the last bytes to reach their clients
+_log = logging.getLogger(__name__)
+
+
+def serve(engine: Engine, settings: Settings, announce: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT, then let streams finish within the grace. A second signal ends at once.
+
+    `announce` is called once with the URL, when requests are taken. Raises OSError (address in use), and
+    what starting raises: Conflict, LoaderError, EngineFailure.
+    """
+    if not _is_loopback(settings.host):
+        _log.warning("listening on %s without keys: anyone who reaches it can push adapters", settings.host)
+    with _bound_socket(settings.host, settings.port) as listener:
+        uvloop.run(_serve(engine, settings, listener, announce))
+
+
+async def _serve(
+    engine: Engine, settings: Settings, listener: socket.socket, announce: Callable[[str], None]
+) -> None:
+    app = create_app(engine, settings)
+    config = uvicorn.Config(
+        app,
+        lifespan="off",  # entered below, so that what starting raises is raised here
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=int(settings.grace_s) + _LINGER_S,
+    )
+    async with app.router.lifespan_context(app):
+        host, port = listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        await _Server(config, app.state.service, lambda: announce(url)).serve(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with our way of stopping: streams end by the engine's grace, not by a cancelled task."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._service = service
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        draining = asyncio.create_task(self._service.drain())
+        await super().shutdown(sockets)
+        await draining
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)  # nothing to save: what was acknowledged is on disk
+        self.should_exit = True
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
