@@ -14,7 +14,7 @@ from .inventory import Inventory
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_BLOCK = [128, 128]
+_BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,15 @@ def _check_quantization(config: Mapping[str, Any]) -> None:
     quantization = config.get("quantization_config")
     if quantization is None:
         return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method != "fp8":
-        raise UnsupportedBase(
-            f"config.json: quantization_config.quant_method is {method!r}; expected 'fp8' or no quantisation"
-        )
-    block = quantization.get("weight_block_size")
-    if block != _BLOCK:
-        raise UnsupportedBase(
-            f"config.json: quantization_config.weight_block_size is {block!r}; expected {_BLOCK}"
-        )
+    if not isinstance(quantization, dict):
+        raise UnsupportedBase(f"config.json: quantization_config is {quantization!r}; expected an object")
+    for name, expected in _BLOCK_FP8.items():
+        found = cast(dict[str, object], quantization).get(name)
+        if found != expected:
+            raise UnsupportedBase(
+                f"config.json: quantization_config.{name} is {found!r}; "
+                f"expected {expected!r}, or no quantization_config for an unquantised base"
+            )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

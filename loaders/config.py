@@ -6,6 +6,7 @@ nothing here.
 """
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -110,14 +111,16 @@ def _refuse_constant(name: str) -> None:
 
 def _refused_fields(config: Mapping[str, Any]) -> list[Finding]:
     findings = [
-        Finding(name, f"is {config[name]!r}: {reason}", "the field absent or off")
+        Finding(name, f"is {reprlib.repr(config[name])}: {reason}", "the field absent or off")
         for name, reason in _REFUSED.items()
         if config.get(name) not in (None, False, "none", {}, [], "")
     ]
     init = config.get("init_lora_weights")
     if init not in _INIT_KEEPS_BASE:
         expected = "factors trained beside the original base, or converted on save"
-        findings.append(Finding("init_lora_weights", f"is {init!r}, which alters the base", expected))
+        findings.append(
+            Finding("init_lora_weights", f"is {reprlib.repr(init)}, which alters the base", expected)
+        )
     return findings
 
 
@@ -126,7 +129,7 @@ def _bad_values(config: Mapping[str, Any]) -> list[Finding]:
 
     def check(name: str, valid: bool, expected: str) -> None:
         if not valid:
-            found = f"is {config[name]!r}" if name in config else "is missing"
+            found = f"is {reprlib.repr(config[name])}" if name in config else "is missing"
             findings.append(Finding(name, found, expected))
 
     rank, alpha = config.get("r"), config.get("lora_alpha")

@@ -1,0 +1,111 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lanewise.loaders import AdapterConfig, AdapterDigest, InvalidAdapter, Inventory, read_adapter
+
+
+def test_a_plain_config_keeps_what_serving_needs(config: dict[str, Any]) -> None:
+    parsed = AdapterConfig.parse(
+        config | {"base_model_name_or_path": "tiny", "lora_dropout": 0.1, "bias": "none"}
+    )
+    assert (parsed.rank, parsed.alpha, parsed.scale, parsed.base_model) == (4, 8.0, 2.0, "tiny")
+    assert parsed.target_modules[0] == "q_proj"
+    assert parsed.raw["lora_dropout"] == 0.1
+
+
+def test_a_config_as_peft_saves_it_is_accepted(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    import json
+
+    saved = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"], base_model_name_or_path="tiny")
+    saved.save_pretrained(tmp_path)
+    parsed = AdapterConfig.parse(json.loads((tmp_path / "adapter_config.json").read_text()))
+    assert (parsed.rank, parsed.scale) == (8, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("peft_type", "LOHA"),
+        ("peft_type", None),
+        ("r", 0),
+        ("r", -1),
+        ("r", "16"),
+        ("r", 16.0),
+        ("r", True),
+        ("r", None),
+        ("lora_alpha", "16"),
+        ("lora_alpha", float("nan")),
+        ("lora_alpha", float("inf")),
+        ("lora_alpha", 0),
+        ("lora_alpha", 10**400),
+        ("target_modules", None),
+        ("target_modules", []),
+        ("target_modules", [3]),
+        ("target_modules", ".*_proj"),
+        ("target_modules", ["(a+)+"]),
+        ("base_model_name_or_path", 7),
+        ("_sglang_lora_format", "sideways"),
+        ("use_rslora", True),
+        ("alpha_pattern", {"q_proj": 2}),
+        ("rank_pattern", {"q_proj": 2}),
+        ("use_dora", True),
+        ("bias", "all"),
+        ("lora_bias", True),
+        ("modules_to_save", ["lm_head"]),
+        ("trainable_token_indices", [1]),
+        ("target_parameters", ["mlp.experts.down_proj"]),
+        ("fan_in_fan_out", True),
+        ("layer_replication", [[0, 2]]),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("init_lora_weights", "olora"),
+    ],
+)
+def test_a_field_that_cannot_be_honoured_is_named(config: dict[str, Any], field: str, value: object) -> None:
+    with pytest.raises(InvalidAdapter) as caught:
+        AdapterConfig.parse(config | {field: value})
+    assert field in [finding.where for finding in caught.value.findings]
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(InvalidAdapter) as caught:
+        AdapterConfig.parse({"use_dora": True})
+    assert [f.where for f in caught.value.findings] == [
+        "use_dora",
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "target_modules",
+    ]
+
+
+@pytest.mark.parametrize("value", [float("nan"), b"bytes", "\ud800"])
+def test_a_config_that_is_not_json_is_refused(config: dict[str, Any], value: object) -> None:
+    with pytest.raises(InvalidAdapter, match=r"adapter_config\.json"):
+        AdapterConfig.parse(config | {"note": value})
+    with pytest.raises((ValueError, TypeError)):
+        AdapterDigest({"note": value})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b'"LORA"',
+        b"{",
+        b"\xff\xfe",
+        b'{"r": NaN}',
+        b'{"r": 4, "r": 8}',
+        b'{"r": ' + b"9" * 5000 + b"}",
+        b'{"a":' * 50_000,
+    ],
+)
+def test_a_config_file_that_is_not_one_json_object_is_refused(
+    folder: Path, inventory: Inventory, text: bytes
+) -> None:
+    (folder / "adapter_config.json").write_bytes(text)
+    with pytest.raises(InvalidAdapter, match=r"adapter_config\.json"):
+        read_adapter(folder, inventory, max_rank=64)
