@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 MAX_ADAPTER_LABELS = 100
 OTHER = "other"
+UNKNOWN = "unknown"
 CLIENT_GONE = "499"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -18,7 +19,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 class Watch:
     """One request while it runs. Whoever ends it sets `status`; left alone, the client went away."""
 
-    adapter: str
+    adapter: str = UNKNOWN
     status: str = CLIENT_GONE
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -54,14 +55,14 @@ class Metrics:
         self.running = Gauge("lanewise_requests_running", "Requests being answered.", registry=self.registry)
         self.seconds = Histogram(
             "lanewise_request_seconds",
-            "From a request's selection to its end.",
+            "From a request's arrival to its end.",
             ["route"],
             buckets=_SECONDS,
             registry=self.registry,
         )
         self.first_token_seconds = Histogram(
             "lanewise_first_token_seconds",
-            "From a request's selection to the first text of a stream, or to a whole answer.",
+            "From a request's arrival to the first text of a stream, or to a whole answer.",
             ["adapter"],
             buckets=_SECONDS,
             registry=self.registry,
@@ -96,9 +97,9 @@ class Metrics:
         return adapter if adapter in self._adapters else OTHER
 
     @contextmanager
-    def request(self, route: str, adapter: str) -> Generator[Watch]:
+    def request(self, route: str) -> Generator[Watch]:
         """Count a request from here to the end of the block."""
-        watch = Watch(self.adapter_label(adapter))
+        watch = Watch()
         self.running.inc()
         try:
             yield watch

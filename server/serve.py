@@ -5,8 +5,11 @@ import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -28,12 +31,34 @@ def serve(engine: Engine, settings: Settings, announce: Callable[[str], None]) -
     """
     if not _is_loopback(settings.host):
         _log.warning("listening on %s without keys: anyone who reaches it can push adapters", settings.host)
+    _run(engine, settings, lambda server: announce(server.url))
+
+
+@contextmanager
+def serving(engine: Engine, settings: Settings) -> Generator[str]:
+    """Serve from another thread while the block runs; yields the URL. Raises what `serve` raises."""
+    ready: Future[_Server] = Future()
+    with ThreadPoolExecutor(1, "lanewise-server") as executor:
+        done = executor.submit(_run, engine, settings, ready.set_result)
+        either: list[Future[Any]] = [ready, done]
+        wait(either, return_when=FIRST_COMPLETED)
+        if done.done():
+            done.result()
+        server = ready.result()
+        try:
+            yield server.url
+        finally:
+            server.should_exit = True
+            done.result()
+
+
+def _run(engine: Engine, settings: Settings, on_ready: "Callable[[_Server], None]") -> None:
     with _bound_socket(settings.host, settings.port) as listener:
-        uvloop.run(_serve(engine, settings, listener, announce))
+        uvloop.run(_serve(engine, settings, listener, on_ready))
 
 
 async def _serve(
-    engine: Engine, settings: Settings, listener: socket.socket, announce: Callable[[str], None]
+    engine: Engine, settings: Settings, listener: socket.socket, on_ready: "Callable[[_Server], None]"
 ) -> None:
     app = create_app(engine, settings)
     config = uvicorn.Config(
@@ -44,22 +69,26 @@ async def _serve(
         timeout_graceful_shutdown=int(settings.grace_s) + _LINGER_S,
     )
     async with app.router.lifespan_context(app):
-        host, port = listener.getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        await _Server(config, app.state.service, lambda: announce(url)).serve(sockets=[listener])
+        await _Server(config, app.state.service, on_ready).serve(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
     """uvicorn with our way of stopping: streams end by the engine's grace, not by a cancelled task."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, on_ready: "Callable[[_Server], None]"
+    ) -> None:
         super().__init__(config)
         self._service = service
         self._on_ready = on_ready
+        self.url = ""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._on_ready()
+        assert sockets, "the server is given the socket it listens on"
+        host, port = sockets[0].getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._on_ready(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         draining = asyncio.create_task(self._service.drain())

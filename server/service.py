@@ -46,20 +46,16 @@ class Service:
         self._orders: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._show_gauges()
 
-    @property
-    def ready(self) -> bool:
-        return self._started and self._draining is None and self.engine.healthy
-
     async def start(self) -> None:
         """Load the base, then a lane for every active version that fits, then the adapters of the settings.
 
         Raises LoaderError or LanewiseError.
         """
         await self.engine.start()
+        self._started = True
         await self._load_active()
         for name, folder in self.settings.adapters.items():
             await self._preload(name, folder)
-        self._started = True
 
     async def drain(self) -> None:
         """Take no new requests, and let those that run finish within the settings' grace. Can be repeated."""
@@ -68,7 +64,9 @@ class Service:
         await asyncio.shield(self._draining)
 
     async def close(self) -> None:
-        await self.drain()
+        """Let go of everything, also after a failed start."""
+        if self._started:
+            await self.drain()
         await self.lanes.close()
         self.catalog.close()
 
@@ -76,8 +74,6 @@ class Service:
         """Raise Unavailable when new requests are not taken."""
         if self._draining is not None:
             raise Unavailable("the server is stopping; ask another one or retry", code="stopping")
-        if not self._started:
-            raise Unavailable("the server is starting; retry", code="starting")
 
     def select(self, model: str, lora_path: str | None = None) -> Version | None:
         """See `selection.select`."""

@@ -55,11 +55,12 @@ async def _answer(
     request: Request, service: Service, body: ChatRequest | CompletionRequest, route: str
 ) -> Response:
     """Select, lease, call the engine. A stream keeps the lease until it has really ended."""
-    service.check_open()
-    version = service.select(body.model, body.lora_path)
     async with AsyncExitStack() as held:
-        watch = held.enter_context(service.metrics.request(route, version.adapter if version else BASE))
+        watch = held.enter_context(service.metrics.request(route))
         try:
+            service.check_open()
+            version = service.select(body.model, body.lora_path)
+            watch.adapter = service.metrics.adapter_label(version.adapter if version else BASE)
             lane = await held.enter_async_context(service.lanes.lease(version)) if version else None
             call = Call(uuid.uuid4().hex, body, lane)
             headers = _provenance_headers(lane)

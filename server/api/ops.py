@@ -21,7 +21,7 @@ async def health(service: UsedService) -> dict[str, str]:
 async def ready(service: UsedService) -> dict[str, str]:
     """200 while new requests are taken."""
     service.check_open()
-    if not service.ready:
+    if not service.engine.healthy:
         raise Unavailable("the engine is not healthy", code="unhealthy")
     return {"status": "ready"}
 
