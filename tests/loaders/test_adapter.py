@@ -125,11 +125,18 @@ def test_factors_survive_the_renaming_and_deletion_of_their_file(
     assert_pairs(adapter, canonical())
 
 
-def test_a_file_changed_after_the_check_is_not_used(folder: Path, inventory: Inventory) -> None:
+@pytest.mark.parametrize("change", ["cut short", "overwritten"])
+def test_a_file_changed_after_the_check_is_not_used(folder: Path, inventory: Inventory, change: str) -> None:
     adapter = read_adapter(folder, inventory, max_rank=64)
     file = folder / "adapter_model.safetensors"
-    with file.open("r+b") as stream:
-        stream.truncate(file.stat().st_size - 1)
+    info = file.stat()
+    if change == "cut short":
+        os.truncate(file, info.st_size - 1)
+    else:
+        with file.open("r+b") as stream:
+            stream.seek(-1, os.SEEK_END)
+            stream.write(b"x")
+        os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns + 1))  # coarse clocks may not have ticked yet
     with pytest.raises(UnsafeFile, match="since it was checked"):
         list(adapter.pairs())
 

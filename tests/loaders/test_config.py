@@ -15,14 +15,37 @@ def test_a_plain_config_keeps_what_serving_needs(config: dict[str, Any]) -> None
     assert parsed.raw["lora_dropout"] == 0.1
 
 
-def test_a_config_as_peft_saves_it_is_accepted(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    import json
-
-    saved = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"], base_model_name_or_path="tiny")
-    saved.save_pretrained(tmp_path)
-    parsed = AdapterConfig.parse(json.loads((tmp_path / "adapter_config.json").read_text()))
-    assert (parsed.rank, parsed.scale) == (8, 2.0)
+def test_a_config_as_peft_saves_it_is_accepted() -> None:
+    # Every field that PEFT 0.21 writes for a plain adapter.
+    off = ["alora_invocation_tokens", "arrow_config", "auto_mapping", "corda_config", "eva_config"]
+    off += ["exclude_modules", "kasa_config", "layer_replication", "layers_pattern", "layers_to_transform"]
+    off += ["lora_ga_config", "megatron_config", "modules_to_save", "monteclora_config", "revision"]
+    off += ["target_parameters", "task_type", "trainable_token_indices", "use_bdlora", "velora_config"]
+    saved: dict[str, Any] = dict.fromkeys(off) | {
+        "alpha_pattern": {},
+        "base_model_name_or_path": "tiny",
+        "bias": "none",
+        "ensure_weight_tying": False,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "loftq_config": {},
+        "lora_alpha": 16,
+        "lora_bias": False,
+        "lora_dropout": 0.0,
+        "megatron_core": "megatron.core",
+        "peft_type": "LORA",
+        "peft_version": "0.21.2",
+        "qalora_group_size": 16,
+        "r": 8,
+        "rank_pattern": {},
+        "target_modules": ["q_proj"],
+        "use_dora": False,
+        "use_qalora": False,
+        "use_rslora": False,
+    }
+    parsed = AdapterConfig.parse(saved)
+    assert (parsed.rank, parsed.scale, parsed.base_model) == (8, 2.0, "tiny")
 
 
 @pytest.mark.parametrize(
