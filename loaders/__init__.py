@@ -2,7 +2,7 @@
 
 from .adapter import Adapter, read_adapter, read_adapter_file
 from .base import BaseCheckpoint
-from .config import AdapterConfig
+from .config import AdapterConfig, parse_json_object
 from .digest import AdapterDigest, digest_of
 from .errors import Finding, InvalidAdapter, LoaderError, UnsafeFile, UnsupportedBase
 from .fit import Layout
@@ -23,6 +23,7 @@ __all__ = [
     "UnsafeFile",
     "UnsupportedBase",
     "digest_of",
+    "parse_json_object",
     "read_adapter",
     "read_adapter_file",
     "write_adapter",
