@@ -70,6 +70,7 @@ def _empty_model(
     fields = {key: value for key, value in config.items() if key != "quantization_config"}
     with torch.device(device), no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=dtype)
+    model.tie_weights()  # left out where initialisation is
     return model.eval().requires_grad_(False)
 
 

@@ -98,7 +98,7 @@ def _add_gate_up_lora(
     # Gate and up are two factor pairs that share one tensor: matrices 2·pair and 2·pair + 1 here.
     b13 = factors.b13.unflatten(2, (2, -1)).flatten(0, 2)  # [S·E·2, I, r]
     halves = torch.stack([2 * pair, 2 * pair + 1], dim=1).flatten()
-    delta = _each(b13, halves, u.reshape(-1, factors.rank)).view(len(rows), top_k, -1)
+    delta = _each(b13, halves, u.reshape(-1, factors.rank)).view(len(rows), top_k, factors.b13.shape[2])
     return gate_up.index_add(0, rows, (delta * factors.scale[slot].view(-1, 1, 1)).to(x.dtype))
 
 

@@ -1,0 +1,110 @@
+"""`load_base` against transformers' own loading, and what it says of checkpoints that do not fit."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+
+from lanewise.kernels.base import load_base
+from lanewise.kernels.fp8 import dequantize_blocks, quantize_blocks
+
+
+class Checkpoint(Protocol):
+    config: Qwen3MoeConfig
+    model: PreTrainedModel
+    tensors: dict[str, Tensor]
+
+
+IDS = torch.arange(40).view(2, 20)
+EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
+
+
+def quantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same checkpoint with its linears and experts in block FP8."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            result[name], result[f"{name}_scale_inv"] = quantize_blocks(tensor)
+        else:
+            result[name] = tensor
+    return result
+
+
+def dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: dequantize_blocks(tensor, tensors[f"{name}_scale_inv"])
+        if f"{name}_scale_inv" in tensors
+        else tensor.clone()
+        for name, tensor in tensors.items()
+        if not name.endswith("_scale_inv")
+    }
+
+
+def fp8_config(config: Qwen3MoeConfig) -> dict[str, Any]:
+    return config.to_dict() | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}
+
+
+def test_an_fp8_checkpoint_runs_as_its_dequantised_weights_do_in_transformers(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    tensors = quantized(checkpoint.tensors)
+    config = checkpoint.config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"], "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(dequantized(tensors), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ours = load_base(fp8_config(checkpoint.config), tensors.items())
+    expected, actual = theirs.state_dict(), ours.state_dict()
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert torch.equal(ours(IDS).logits, theirs.eval()(IDS).logits)
+
+
+def test_the_base_is_frozen_and_in_eval_mode(checkpoint: Checkpoint) -> None:
+    model = load_base(checkpoint.config.to_dict(), checkpoint.tensors.items(), dtype=torch.bfloat16)
+    assert not model.training
+    assert all(not p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def test_the_order_of_tensors_does_not_matter(checkpoint: Checkpoint) -> None:
+    tensors = list(quantized(checkpoint.tensors).items())
+    forward = load_base(fp8_config(checkpoint.config), tensors)
+    backward = load_base(fp8_config(checkpoint.config), reversed(tensors))
+    assert torch.equal(forward(IDS).logits, backward(IDS).logits)
+
+
+def test_tied_embeddings_need_no_lm_head(checkpoint: Checkpoint) -> None:
+    tensors = {k: v for k, v in checkpoint.tensors.items() if k != "lm_head.weight"}
+    model = load_base(checkpoint.config.to_dict() | {"tie_word_embeddings": True}, tensors.items())
+    assert torch.equal(model.get_output_embeddings().weight, tensors["model.embed_tokens.weight"])
+
+
+def test_every_misfit_is_named(checkpoint: Checkpoint) -> None:
+    tensors = dict(checkpoint.tensors)
+    del tensors[EXPERT], tensors["model.norm.weight"]
+    tensors["model.layers.9.mystery"] = torch.ones(1)
+    tensors["lm_head.weight"] = torch.ones(2, 2)
+    with pytest.raises(ValueError, match="does not fit its config") as caught:
+        load_base(checkpoint.config.to_dict(), tensors.items())
+    message = str(caught.value)
+    assert f"{EXPERT}: missing" in message
+    assert "model.norm.weight: missing" in message
+    assert "model.layers.9.mystery: not a tensor of this model" in message
+    assert "lm_head.weight: is [2, 2], expected [64, 32]" in message
+
+
+def test_an_fp8_weight_without_its_scale_is_refused(checkpoint: Checkpoint) -> None:
+    tensors = quantized(checkpoint.tensors)
+    del tensors[f"{EXPERT}_scale_inv"]
+    with pytest.raises(ValueError, match=r"experts\.3\.up_proj\.weight: came without its scale"):
+        load_base(fp8_config(checkpoint.config), tensors.items())
+
+
+def test_a_tensor_given_twice_is_refused(checkpoint: Checkpoint) -> None:
+    twice = [*checkpoint.tensors.items(), ("model.norm.weight", torch.ones(32))]
+    with pytest.raises(ValueError, match="given twice"):
+        load_base(checkpoint.config.to_dict(), twice)

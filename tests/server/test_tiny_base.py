@@ -1,0 +1,81 @@
+"""The tiny base: the same bytes from the same seed, and a checkpoint that loads and speaks."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lanewise.kernels.base import load_base
+from lanewise.server.tiny_base import write_tiny_base
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_base(tmp_path_factory.mktemp("base"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+
+
+def test_the_same_seed_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    expected = digests(folder)
+    assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= expected.keys()
+    assert digests(write_tiny_base(tmp_path / "again", seed=0)) == expected
+    other = digests(write_tiny_base(tmp_path / "other", seed=1))
+    assert {name for name in expected if other[name] != expected[name]} == {"model.safetensors"}
+
+
+def test_it_is_small_and_block_fp8(folder: Path) -> None:
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 4e6
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            assert tensor.dtype == torch.float8_e4m3fn
+            assert tensors[f"{name}_scale_inv"].dtype == torch.float32
+            assert all(size % 128 == 0 for size in tensor.shape)
+        elif not name.endswith("_scale_inv"):
+            assert tensor.dtype == torch.bfloat16
+            assert f"{name}_scale_inv" not in tensors
+    kept = json.loads((folder / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    plain = {name.removesuffix(".weight") for name, t in tensors.items() if t.dtype == torch.bfloat16}
+    assert set(kept) == plain
+
+
+def test_every_text_is_its_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = "Kx7#mP2$ naïve 字 🙂\n\t <|im_end|>"
+    tokens = tokenizer.encode(text)
+    assert len(tokens) == len(text.encode()) - len("<|im_end|>") + 1
+    assert tokens[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(tokens) == text
+
+
+def test_the_chat_template_is_chatml(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_it_speaks_varied_noise(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    model = load_base(config, load_file(folder / "model.safetensors").items())
+    prompts = torch.tensor([tokenizer.encode(f"Question {i}") for i in range(8)])
+    answers = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=16, do_sample=False, pad_token_id=0
+    )
+    assert isinstance(answers, torch.Tensor)
+    new = answers[:, prompts.shape[1] :]
+    assert len({tuple(row.tolist()) for row in new}) == 8
+    assert len(new.unique()) > 12
+    assert model(prompts).logits[:, -1].softmax(-1).amax(-1).mean() > 0.3
