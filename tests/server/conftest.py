@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lanewise.server.engines.protocol import Call
 from lanewise.server.serve import serving
 from lanewise.server.settings import Settings
 
-_CONFIG = {
+_CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "hidden_size": 128,
     "moe_intermediate_size": 128,
@@ -100,8 +101,14 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="session")
-def inventory() -> Inventory:
-    return Inventory.from_config(_CONFIG)
+def base_config() -> dict[str, Any]:
+    """The `config.json` of a small base; nothing more of it is needed."""
+    return _CONFIG
+
+
+@pytest.fixture(scope="session")
+def inventory(base_config: dict[str, Any]) -> Inventory:
+    return Inventory.from_config(base_config)
 
 
 @pytest.fixture
@@ -118,7 +125,7 @@ def said_by() -> Callable[[str], str]:
 
 @pytest.fixture
 def make_engine(inventory: Inventory) -> Callable[..., FakeEngine]:
-    return lambda **options: FakeEngine(inventory, script, **options)
+    return partial(FakeEngine, inventory, script)
 
 
 @pytest.fixture
@@ -129,7 +136,13 @@ def start(tmp_path: Path, make_engine: Callable[..., FakeEngine]) -> Start:
     def started(engine: dict[str, Any] | None = None, **settings: Any) -> Generator[Running]:
         fake = make_engine(**(engine or {}))
         data = tmp_path / "data"
-        chosen = {"base": tmp_path, "base_name": "tiny", "data": data, "port": 0, "grace_s": 5} | settings
+        chosen: dict[str, Any] = {
+            "base": tmp_path,
+            "base_name": "tiny",
+            "data": data,
+            "port": 0,
+            "grace_s": 5,
+        } | settings
         with serving(fake, Settings(**chosen)) as url, httpx.Client(base_url=url, timeout=10) as http:
             yield Running(url, fake, http, data)
 
