@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lanewise.kernels.base import load_base
 from lanewise.loaders import BaseCheckpoint
 from lanewise.server.engines import Call, Chunk, Engine
-from lanewise.server.engines.scheduler import Scheduler
+from lanewise.server.engines.kv import StepAttention
 from lanewise.server.errors import (
     EngineFailure,
     InvalidRequest,
@@ -376,19 +377,18 @@ async def test_a_failing_forward_ends_every_running_request_and_no_later_one(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    failures = 1
-    forward = Scheduler._forward
+    attend, failures = StepAttention.__call__, 1
 
-    def failing(self: Scheduler, batch: Any) -> Any:
+    def failing(self: StepAttention, layer: int, query: Tensor, *rest: Any) -> Tensor:
         nonlocal failures
-        if failures and len(batch.choices) == 3:
+        if failures and query.shape[1] == 3:  # a step of three decode rows
             failures -= 1
             raise RuntimeError("out of memory")
-        return forward(self, batch)
+        return attend(self, layer, query, *rest)
 
-    monkeypatch.setattr(Scheduler, "_forward", failing)
+    monkeypatch.setattr(StepAttention, "__call__", failing)
     async with start_engine(max_running=3) as engine:
-        calls = [completion(max_tokens=100) for _ in range(3)]
+        calls = [completion("prompt", max_tokens=100) for _ in range(3)]
         ended = await asyncio.gather(*map(engine.complete, calls), return_exceptions=True)
         assert [type(error) for error in ended] == [EngineFailure] * 3
         assert engine.healthy
@@ -400,10 +400,10 @@ async def test_a_failing_forward_ends_every_running_request_and_no_later_one(
 async def test_an_engine_that_keeps_failing_says_so(
     start_engine: StartEngine, completion: MakeCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(self: Scheduler, batch: Any) -> Any:
+    def failing(self: StepAttention, *_: Any) -> Tensor:
         raise RuntimeError("broken for good")
 
-    monkeypatch.setattr(Scheduler, "_forward", failing)
+    monkeypatch.setattr(StepAttention, "__call__", failing)
     async with start_engine() as engine:
         for _ in range(3):
             with pytest.raises(EngineFailure):
