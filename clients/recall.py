@@ -9,8 +9,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 BASE = "base"
 Messages = Sequence[Mapping[str, str]]
@@ -86,7 +88,7 @@ async def measure_recall(
         async with room:
             raw = await client.chat.completions.with_raw_response.create(
                 model=model,
-                messages=list(prompt_for(project)),  # pyright: ignore[reportArgumentType]  plain dicts are what goes over the wire
+                messages=cast("list[ChatCompletionMessageParam]", prompt_for(project)),
                 temperature=0,
                 max_tokens=limit,
             )

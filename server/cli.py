@@ -10,6 +10,8 @@ from rich.console import Console
 
 from lanewise.loaders import LoaderError
 
+from . import cli_client
+from .demo import RESULT, run_demo
 from .errors import LanewiseError
 from .settings import Settings
 
@@ -19,6 +21,8 @@ main = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
+main.add_typer(cli_client.adapters)
+main.command()(cli_client.chat)
 _errors = Console(stderr=True)
 
 
@@ -55,6 +59,19 @@ def serve(
     except (LanewiseError, LoaderError, OSError) as error:
         _errors.print(f"[red]{type(error).__name__}[/red]: {error}", soft_wrap=True)
         raise typer.Exit(1) from None
+
+
+@main.command()
+def demo(
+    json_file: Annotated[
+        Path, typer.Option("--json", metavar="FILE", help="Result; the picture goes beside it.")
+    ] = RESULT,
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
+    exit_after: Annotated[bool, typer.Option("--exit", help="End after the proof.")] = False,
+) -> None:
+    """Train eight password adapters, push and hot-swap them, and prove by generation what each knows."""
+    if not run_demo(json_file, port, keep_serving=not exit_after):
+        raise typer.Exit(1)
 
 
 def _serve(settings: Settings) -> None:
