@@ -10,7 +10,7 @@ The GEMMs themselves know nothing of LoRA. A FP8 product is scaled after every 1
 # Triton's types exist when a kernel is traced, not before.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownParameterType=false, reportOperatorIssue=false, reportCallIssue=false
-# pyright: reportPossiblyUnbound=false, reportAssignmentType=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
 
 import triton
 import triton.language as tl
