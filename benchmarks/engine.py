@@ -1,0 +1,155 @@
+"""Tokens per second of the torch engine with 1 and 8 streams, and how soon it is ready.
+
+`python benchmarks/engine.py` writes `results/engine.json`. Everything is made from a seed: the tiny FP8 base
+and eight rank-16 adapters of all experts. Cases take turns, so that a busy machine slows all alike.
+"""
+
+import asyncio
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from results import Row, write_rows
+from torch import Tensor
+
+from lanewise.loaders import BaseCheckpoint, Inventory, read_adapter, write_adapter
+from lanewise.server.api.schemas import CompletionRequest
+from lanewise.server.engines import Call, Lane
+from lanewise.server.engines.torch_engine import TorchEngine
+from lanewise.server.tiny_base import write_tiny_base
+
+STREAMS, RANK, ROUNDS, COLD_STARTS = 8, 16, 7, 5
+PROMPT, ANSWER = "What is the password of project argon?", 64
+READY = "ready"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_inputs(Path(folder))
+        cold = [cold_start_s(Path(folder)) for _ in range(COLD_STARTS)]
+        speeds = asyncio.run(tokens_per_second(Path(folder)))
+    rows = [Row("cold start, 8 adapters on disk", "process start to ready", median(cold), "s", COLD_STARTS)]
+    for kind in ("base", "adapters"):
+        one, many = median(speeds[kind, 1]), median(speeds[kind, STREAMS])
+        rows.append(Row(f"{kind}, 1 stream", "generation", one, "tokens/s", ROUNDS))
+        rows.append(
+            Row(
+                f"{kind}, {STREAMS} streams",
+                "generation",
+                many,
+                "tokens/s",
+                ROUNDS,
+                baseline="1 stream",
+                baseline_value=one,
+                ratio=many / one,
+            )
+        )
+    write_rows(
+        "engine",
+        rows,
+        command="python benchmarks/engine.py",
+        meaning=(
+            "Requests through the torch engine, without HTTP, on the tiny base: medians. Times is tokens/s of "
+            f"{STREAMS} concurrent streams over one (adapters: {STREAMS} streams, each on its own)."
+        ),
+    )
+    for row in rows:
+        print(f"{row.case}: {row.value:.3g} {row.unit}" + (f" ({row.ratio:.2f}×)" if row.ratio else ""))
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def write_inputs(folder: Path) -> None:
+    inventory = BaseCheckpoint.open(write_tiny_base(folder / "base")).inventory
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "target_modules": ["gate_proj", "up_proj", "down_proj"],
+        "_sglang_lora_format": "shared_outer",
+    }
+    for seed in range(STREAMS):
+        write_adapter(folder / f"adapter-{seed}", random_experts(inventory, seed), config)
+
+
+def random_experts(inventory: Inventory, seed: int) -> dict[str, Tensor]:
+    """`shared_outer` factors of every expert bank."""
+    random = torch.Generator().manual_seed(seed)
+    factors: dict[str, Tensor] = {}
+    for name, module in inventory.modules.items():
+        if module.experts is None:
+            continue
+        a_is_shared = not name.endswith("w2")
+        a = (1 if a_is_shared else module.experts, RANK, module.in_features)
+        b = (module.experts if a_is_shared else 1, module.out_features, RANK)
+        for side, shape in (("A", a), ("B", b)):
+            values = torch.randn(shape, generator=random) * 0.05
+            factors[f"base_model.model.{name}.lora_{side}.weight"] = values.bfloat16()
+    return factors
+
+
+async def start(folder: Path) -> tuple[TorchEngine, list[Lane]]:
+    engine = TorchEngine(folder / "base", max_lanes=STREAMS, max_rank=RANK)
+    await engine.start()
+    lanes: list[Lane] = []
+    for seed in range(STREAMS):
+        adapter = read_adapter(folder / f"adapter-{seed}", engine.inventory, max_rank=RANK)
+        lanes.append(Lane(f"adapter-{seed}", 1, adapter.digest))
+        await engine.load(lanes[-1], adapter)
+    return engine, lanes
+
+
+async def tokens_per_second(folder: Path) -> dict[tuple[str, int], list[float]]:
+    engine, lanes = await start(folder)
+    cases: dict[tuple[str, int], list[Lane | None]] = {
+        ("base", 1): [None],
+        ("base", STREAMS): [None] * STREAMS,
+        ("adapters", 1): [lanes[0]],
+        ("adapters", STREAMS): [*lanes],
+    }
+    speeds: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+    for round_ in range(ROUNDS + 1):
+        for case, selected in cases.items():
+            speed = await one_round(engine, selected)
+            if round_:  # the first warms up
+                speeds[case].append(speed)
+    await engine.stop(0)
+    return speeds
+
+
+async def one_round(engine: TorchEngine, lanes: Sequence[Lane | None]) -> float:
+    body = CompletionRequest(model="m", prompt=PROMPT, max_tokens=ANSWER, temperature=0, ignore_eos=True)
+    began = time.perf_counter()
+    answers = await asyncio.gather(*(engine.complete(Call("1", body, lane)) for lane in lanes))
+    seconds = time.perf_counter() - began
+    return sum(answer["usage"]["completion_tokens"] for answer in answers) / seconds
+
+
+def cold_start_s(folder: Path) -> float:
+    """From the start of a new process to the moment it could answer on any of the adapters."""
+    began = time.perf_counter()
+    command = [sys.executable, __file__, "--cold-start", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == READY, "the engine did not start"
+        return time.perf_counter() - began
+
+
+async def start_and_say_so(folder: Path) -> None:
+    engine, _ = await start(folder)
+    print(READY, flush=True)
+    await engine.stop(0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--cold-start"]:
+        asyncio.run(start_and_say_so(Path(sys.argv[2])))
+    else:
+        main()
