@@ -1,7 +1,7 @@
 """The fused MoE layer against the normative reference.
 
-On a GPU the kernels are compiled; elsewhere Triton's interpreter runs them on small shapes (`tests/conftest.py`
-turns it on), where fp16 stands in for e4m3, which numpy has not. That is tight enough to see a wrong index.
+On a GPU the kernels are compiled; elsewhere Triton's interpreter (see `tests/conftest.py`) runs them on small
+shapes, where fp16 stands in for e4m3, which numpy has not. That is tight enough to see a wrong index.
 """
 
 from collections.abc import Callable
