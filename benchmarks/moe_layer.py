@@ -33,7 +33,7 @@ RING = 6
 ROUNDS = 15
 COMMAND = "python benchmarks/moe_layer.py --sglang FILE …"
 MEANING = (
-    "One MoE layer in a CUDA graph over a ring of layers. B, where given, is SGLang's best base-only layer in "
+    "One MoE layer in a CUDA graph over a ring of layers. B, where given, is SGLang's best base layer in "
     "the same run: `times` above 1 is faster than it. Own base: our layer with LoRA off, with or without PDL."
 )
 
