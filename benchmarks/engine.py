@@ -54,7 +54,7 @@ def main() -> None:
         rows,
         command="python benchmarks/engine.py",
         meaning=(
-            "Requests through the torch engine, without HTTP, on the tiny base: medians. Times is tokens/s of "
+            "Requests through the torch engine, without HTTP, on the tiny base: medians. Times: tokens/s of "
             f"{STREAMS} concurrent streams over one (adapters: {STREAMS} streams, each on its own)."
         ),
     )
