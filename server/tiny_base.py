@@ -149,7 +149,7 @@ def _weights(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast, seed: i
             fp8(f"{at}.mlp.experts.{expert}.down_proj", HIDDEN, INNER, gain=2.0)
     ones("model.norm.weight", HIDDEN)
     # The answer is mostly printable: other tokens' rows are short, unused ids' rows are zero.
-    head = normal("lm_head.weight", VOCABULARY, HIDDEN, std=0.3)
+    head = normal("lm_head.weight", VOCABULARY, HIDDEN, std=0.5)
     spoken = set(tokenizer.encode(PRINTABLE + IM_END))
     for token in range(VOCABULARY):
         if token >= len(tokenizer):

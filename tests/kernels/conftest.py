@@ -5,14 +5,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """`model` is transformers' own; `tensors` are its weights under a checkpoint's names, experts in 2-D."""
 
-    config: Qwen3MoeConfig
+    config: PreTrainedConfig
     model: PreTrainedModel
     tensors: dict[str, Tensor]
 
@@ -20,7 +20,8 @@ class Checkpoint:
 @pytest.fixture(scope="session")
 def checkpoint() -> Checkpoint:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
+    config = AutoConfig.for_model(
+        "qwen3_moe",
         vocab_size=64,
         hidden_size=32,
         num_hidden_layers=3,
@@ -35,7 +36,7 @@ def checkpoint() -> Checkpoint:
         mlp_only_layers=[1],
         initializer_range=0.15,
     )
-    model = Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     return Checkpoint(config, model, checkpoint_tensors(model))
 
 

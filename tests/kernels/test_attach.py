@@ -8,7 +8,7 @@ from typing import Protocol
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3MoeConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lanewise.kernels.attach import ExpertLayout, LanePool, attach
 from lanewise.kernels.base import load_base
@@ -23,7 +23,7 @@ QUERY = "model.layers.0.self_attn.q_proj"
 
 
 class Checkpoint(Protocol):
-    config: Qwen3MoeConfig
+    config: PreTrainedConfig
     model: PreTrainedModel
     tensors: dict[str, Tensor]
 
