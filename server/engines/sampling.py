@@ -12,6 +12,8 @@ from random import Random
 import torch
 from torch import Tensor
 
+_GREEDY_BELOW = 1e-5  # dividing logits by less would overflow before it changed any token
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -34,7 +36,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < _GREEDY_BELOW
 
     @property
     def penalised(self) -> bool:

@@ -5,7 +5,7 @@ prefix blocks with no version in their key, returns no top-k logprobs and is pri
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,7 @@ class Scheduler:
         batch = self._plan()
         sampling, logits = self._forward(batch)
         picks = sample(logits, [choice.row for choice in sampling]) if sampling else []
-        return list(self._publish(sampling, picks))
+        return self._publish(sampling, picks)
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_running:
@@ -154,16 +154,20 @@ class Scheduler:
             choice.computed = span.end
         return sampling, output.logits[0]
 
-    def _publish(self, choices: Sequence[Choice], picks: Sequence[Pick | None]) -> Iterator[Outcome]:
-        for choice, pick in zip(choices, picks, strict=True):
-            if pick is None:
+    def _publish(self, choices: Sequence[Choice], picks: Sequence[Pick | None]) -> list[Outcome]:
+        outcomes = [
+            (choice, self._outcome(choice, pick)) for choice, pick in zip(choices, picks, strict=True)
+        ]
+        # Only now, with every outcome known: a step that raises before this ends every choice in it.
+        for choice, outcome in outcomes:
+            if isinstance(outcome, EngineFailure) or outcome.finish:
                 self._leave(choice)
-                yield choice, EngineFailure("the model's output is not finite: are the factors in range?")
-                continue
-            piece = self._extend(choice, pick)
-            if piece.finish:
-                self._leave(choice)
-            yield choice, piece
+        return outcomes
+
+    def _outcome(self, choice: Choice, pick: Pick | None) -> Piece | EngineFailure:
+        if pick is None:
+            return EngineFailure("the model's output is not finite: are the factors in range?")
+        return self._extend(choice, pick)
 
     def _extend(self, choice: Choice, pick: Pick) -> Piece:
         if pick.token in choice.ends:

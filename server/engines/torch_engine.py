@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -43,6 +43,7 @@ from .scheduler import Choice, Outcome, Scheduler
 from .text import ChoiceText, Piece
 
 _log = logging.getLogger(__name__)
+_STOPPED = "the engine has stopped"
 _MOST_FAILED_STEPS = 3  # in a row; then the engine says that it is not healthy
 
 Result = TypeVar("Result")
@@ -90,6 +91,8 @@ class TorchEngine:
         self._stopping = False
         self._reading = anyio.CapacityLimiter(1)  # a tokenizer is not for two threads at once
         self._loaded: _Loaded | None = None
+        self._asked: set[Future[Any]] = set()  # work on the engine's thread that is waited for
+        self._over = False  # the engine's thread has ended
 
         # The engine thread's side.
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -211,7 +214,8 @@ class TorchEngine:
 
     @property
     def _ready(self) -> "_Loaded":
-        assert self._loaded is not None, "the engine is not started"
+        if self._loaded is None:
+            raise Unavailable(_STOPPED if self._stopping else "the engine has not started")
         return self._loaded
 
     def deliver(self, outcomes: Sequence[Outcome]) -> None:
@@ -235,8 +239,11 @@ class TorchEngine:
             self._quiet.set()
 
     async def _on_thread(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on the engine's thread, between steps."""
+        """Run `work` on the engine's thread, between steps. Raises Unavailable when the thread has ended."""
+        if self._over:
+            raise Unavailable(_STOPPED)
         future: Future[Result] = Future()
+        self._asked.add(future)
 
         def command() -> None:
             if not future.set_running_or_notify_cancel():
@@ -247,7 +254,10 @@ class TorchEngine:
                 future.set_exception(error)
 
         self._commands.put(command)
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self._asked.remove(future)
 
     async def _end_thread(self) -> None:
         def end() -> None:
@@ -293,6 +303,11 @@ class TorchEngine:
         return outcomes
 
     def _thread_ended(self) -> None:
+        """On the event loop: nothing may go on waiting for the thread."""
+        self._over = True
+        for future in self._asked:
+            if not future.done():
+                future.set_exception(Unavailable(_STOPPED))
         for answer in set(self._answers.values()):
             answer.fail(EngineFailure("the engine's thread ended"))
 

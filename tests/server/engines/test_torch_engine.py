@@ -13,9 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lanewise.kernels.base import load_base
+from lanewise.kernels.tolerances import assert_close
 from lanewise.loaders import BaseCheckpoint
 from lanewise.server.engines import Call, Chunk, Engine
 from lanewise.server.engines.kv import StepAttention
+from lanewise.server.engines.text import ChoiceText
 from lanewise.server.errors import (
     EngineFailure,
     InvalidRequest,
@@ -111,15 +113,18 @@ async def test_a_long_prompt_does_not_hold_up_a_running_stream(
 
 
 async def test_logprobs_are_those_of_transformers_on_merged_weights(
-    start_engine: StartEngine, completion: MakeCall, residents: list[Any], base_folder: Path
+    start_engine: StartEngine,
+    chat: MakeCall,
+    residents: list[Any],
+    base_folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     resident = residents[3]
-    prompt = list(range(40, 75))
     async with start_engine(lanes=4) as engine:
-        body = await engine.complete(completion(prompt, resident.lane, logprobs=20, max_tokens=10))
-        again = await engine.complete(completion(prompt, resident.lane, logprobs=1, max_tokens=10))
-    logprobs = body["choices"][0]["logprobs"]
-    assert again["choices"][0]["logprobs"]["tokens"] == logprobs["tokens"]
+        fields = {"logprobs": True, "top_logprobs": 20, "max_tokens": 10}
+        body = await engine.complete(chat("hello", resident.lane, **fields))
+    answer = body["choices"][0]["logprobs"]["content"]
+    assert len(answer) == 10
 
     checkpoint = BaseCheckpoint.open(base_folder)
     merged = load_base(checkpoint.config, checkpoint.tensors(), torch.float32, "cpu")
@@ -136,13 +141,14 @@ async def test_logprobs_are_those_of_transformers_on_merged_weights(
                 weights[f"{bank}.gate_up_proj"][:, rows] += delta
             else:
                 weights[f"{name}.weight"] += delta
-    tokens = list(prompt)
-    for chosen, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello"}], add_generation_prompt=True, tokenize=False
+    )
+    tokens = tokenizer.encode(str(prompt), add_special_tokens=False)
+    for shown in answer:
         expected = merged(input_ids=torch.tensor([tokens])).logits[0, -1].log_softmax(-1).topk(20)
-        # The base's tokenizer gives every byte a token, and some tokens share a text: compare the values.
-        values = sorted(top.values(), reverse=True)
-        assert chosen == pytest.approx(expected.values[0].item(), abs=1e-3)
-        assert values == pytest.approx(expected.values.tolist()[: len(values)], abs=1e-3)
+        assert shown["logprob"] == shown["top_logprobs"][0]["logprob"]
+        assert_close(torch.tensor([top["logprob"] for top in shown["top_logprobs"]]), expected.values)
         tokens.append(int(expected.indices[0]))
 
 
@@ -447,6 +453,37 @@ async def test_stop_finishes_what_runs_and_refuses_the_rest(
         assert len(text_of(await running)) == 60
         await stopping
         assert not engine.healthy
+
+
+async def test_a_load_that_meets_the_end_is_refused(start_engine: StartEngine, residents: list[Any]) -> None:
+    async with start_engine() as engine:
+        stopping = asyncio.ensure_future(engine.stop(0))
+        late = [engine.load(r.lane, r.adapter) for r in residents[:3]]
+        ended = await asyncio.gather(*late, return_exceptions=True)
+        await stopping
+        assert all(error is None or isinstance(error, Unavailable) for error in ended)
+        with pytest.raises(Unavailable):
+            await engine.load(residents[3].lane, residents[3].adapter)
+
+
+async def test_a_failure_while_publishing_ends_every_choice_of_the_step(
+    start_engine: StartEngine, completion: MakeCall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = ChoiceText.push
+
+    def failing(self: ChoiceText, pick: Any, finish: Any) -> Any:
+        if finish:  # the other choice of this step has been published already
+            raise RuntimeError("cannot be shown")
+        return end(self, pick, finish)
+
+    async with start_engine() as engine:
+        monkeypatch.setattr(ChoiceText, "push", failing)
+        async with asyncio.timeout(10):
+            ended = await asyncio.gather(
+                *(engine.complete(completion(max_tokens=n)) for n in (500, 8)), return_exceptions=True
+            )
+        assert [type(error) for error in ended] == [EngineFailure] * 2
+        assert seats_free(engine) == 32
 
 
 async def test_stop_ends_what_outlives_the_grace(start_engine: StartEngine, completion: MakeCall) -> None:
