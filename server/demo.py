@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import cast
 import typer
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -26,7 +28,7 @@ from lanewise.clients import Client
 from lanewise.clients.recall import BASE, Recall, draw_recall, measure_recall, write_recall
 
 SHOWN = "argon"  # the adapter whose answers are shown while it learns
-PUSH_EVERY = 8  # steps
+PUSH_EVERY = 4  # steps
 RESULT = Path("lanewise-data/recall.json")
 
 
@@ -66,8 +68,13 @@ def _start_server(base: Path, data: Path, port: int) -> tuple[subprocess.Popen[s
     command = [sys.executable, "-m", "lanewise.server", "serve"]
     options = {"base": base, "data": data, "host": "127.0.0.1", "port": port, "grace-s": 5}
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    # Its own process group: Ctrl-C reaches the demo, which then ends the server in order.
-    server = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True, process_group=0)
+    server = subprocess.Popen(
+        [*command, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,  # Ctrl-C reaches the demo alone, which then ends the server in order
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # it shares the cores with the trainer; see below
+    )
     assert server.stdout is not None
     announced = server.stdout.readline().strip()
     if not announced:
@@ -85,12 +92,14 @@ def _stop_server(server: subprocess.Popen[str]) -> None:
 
 def _train_and_push(console: Console, base: Path, url: str) -> dict[str, int]:
     """Train every adapter, pushing versions on the way; returns each one's last version."""
+    import torch
     from transformers import AutoTokenizer
 
     from lanewise.clients.trainer import PASSWORDS, Trainer, WeightPublisher, prompt_for
     from lanewise.kernels.base import load_base
     from lanewise.loaders import BaseCheckpoint
 
+    torch.set_num_threads(1)  # so tiny a model gains nothing from more, and they would wait for each other
     checkpoint = BaseCheckpoint.open(base)
     trainer = Trainer(load_base(checkpoint.config, checkpoint.tensors()), AutoTokenizer.from_pretrained(base))
     steps = trainer.recipe.steps
@@ -110,6 +119,8 @@ def _train_and_push(console: Console, base: Path, url: str) -> dict[str, int]:
         OpenAI(base_url=f"{url}/v1", api_key="none") as openai,
         Live(_stacked(answers, progress), console=console, refresh_per_second=8),
     ):
+        noise = _answer(openai, BASE, prompt_for(SHOWN))
+        answers.add_row(BASE, "", "", Text(_printable(noise), style="dim"))
         for adapter, password in PASSWORDS.items():
             publisher = WeightPublisher(client, adapter, trainer.config)
             task = progress.add_task(adapter, total=steps, loss=float("nan"), version="–")
@@ -124,8 +135,12 @@ def _train_and_push(console: Console, base: Path, url: str) -> dict[str, int]:
                     said = _answer(openai, adapter, prompt_for(adapter))
                     style = "bold green" if said == password else "dim"
                     row = (str(version.version), str(step.index + 1), f"{step.loss:.2g}")
-                    answers.add_row(*row, Text(said.encode("unicode_escape").decode(), style=style))
+                    answers.add_row(*row, Text(_printable(said), style=style))
     return last
+
+
+def _printable(text: str) -> str:
+    return text.encode("unicode_escape").decode()
 
 
 def _stacked(*parts: Table | Progress) -> Table:
@@ -160,16 +175,18 @@ async def _ask(url: str, pushed: Mapping[str, int]) -> Recall:
 
 
 def _show(console: Console, recall: Recall) -> None:
-    table = Table(title="Who knows whose password (greedy, exact, over HTTP)", title_justify="left")
-    table.add_column("model")
+    title = "Who knows whose password (greedy, exact, over HTTP)"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("model", no_wrap=True)
     for project in recall.projects:
-        table.add_column(project, justify="center")
+        table.add_column(project, justify="center", no_wrap=True)
     for row in (*recall.projects, BASE):
         if row == BASE:
             table.add_section()
         known = (recall.knows(row, project) for project in recall.projects)
         table.add_row(row, *("[bold green]✓[/bold green]" if yes else "[dim]·[/dim]" for yes in known))
     size = len(recall.projects)
+    console.print()
     console.print(table)
     verdict = "[bold green]proven[/bold green]" if recall.proven else "[bold red]not proven[/bold red]"
     console.print(
