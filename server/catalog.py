@@ -170,8 +170,8 @@ class Catalog:
             layout=adapter.layout,
             nbytes=adapter.nbytes,
         )
+        self._last[name] = version.number  # also if writing fails half-way: no number is tried twice
         await to_thread.run_sync(self._write_version, version, received, config)
-        self._last[name] = version.number
         record.versions[version.number] = version
         self._records[name] = record
         return version

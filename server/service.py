@@ -16,7 +16,7 @@ from lanewise.loaders import Adapter, LoaderError, read_adapter, read_adapter_fi
 
 from .catalog import FACTORS_FILE, Catalog, Version
 from .engines.protocol import Engine
-from .errors import Conflict, LanewiseError, Overloaded, Unavailable
+from .errors import Conflict, LanewiseError, Overloaded, Unavailable, Unprocessable
 from .lanes import Lanes
 from .metrics import Metrics
 from .selection import select
@@ -173,7 +173,8 @@ class Service:
             try:
                 async with self.lanes.lease(version):
                     pass
-            except LoaderError as error:  # the others are served; asking for this one names the error
+            except (LoaderError, Unprocessable) as error:
+                # The others are served; asking for this one names the error again.
                 _log.error("%s cannot be loaded: %s", version.key, error)
 
     async def _preload(self, name: str, folder: Path) -> None:

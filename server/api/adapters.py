@@ -16,8 +16,8 @@ from ..errors import InvalidRequest, LanewiseError, Unprocessable
 from ..metrics import Metrics
 from ..service import Service
 from .bodies import receive_file
+from .dependencies import UsedService
 from .errors import as_lanewise
-from .openai import UsedService
 from .schemas import AdapterList, AdapterObject, Deleted, VersionList, VersionObject
 
 CONFIG_HEADER = "x-lanewise-config"

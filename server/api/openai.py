@@ -2,9 +2,8 @@
 
 import uuid
 from contextlib import AsyncExitStack
-from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from ..catalog import BASE, Version
@@ -12,18 +11,11 @@ from ..engines.protocol import Call, Lane
 from ..errors import LanewiseError
 from ..service import Service
 from .bodies import read_json
+from .dependencies import UsedService
 from .schemas import ChatRequest, CompletionRequest, ModelCard, ModelList, Provenance
 from .streams import EventStream, unless_gone
 
 router = APIRouter(prefix="/v1", tags=["openai"])
-
-
-def service_of(request: Request) -> Service:
-    """The service behind the app that a request came to."""
-    return request.app.state.service
-
-
-UsedService = Annotated[Service, Depends(service_of)]
 
 
 @router.post("/chat/completions")
@@ -38,14 +30,14 @@ async def completions(request: Request, service: UsedService) -> Response:
     return await _answer(request, service, body, "completions")
 
 
-@router.get("/models")
+@router.get("/models", response_model_exclude_none=True)
 async def models(service: UsedService) -> ModelList:
     active = [record.active for record in service.catalog.adapters.values()]
     cards = [_card(service, version.adapter, version) for version in active if version]
     return ModelList(data=[_base_card(service), *cards])
 
 
-@router.get("/models/{model_id:path}")
+@router.get("/models/{model_id:path}", response_model_exclude_none=True)
 async def model(model_id: str, service: UsedService) -> ModelCard:
     version = service.select(model_id)
     return _base_card(service) if version is None else _card(service, model_id, version)

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ..errors import EngineFailure, Unavailable
-from .openai import UsedService
+from .dependencies import UsedService
 
 router = APIRouter(tags=["ops"])
 
