@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 from rich.console import Console
-
-from lanewise.loaders import LoaderError
+from rich.markup import escape
 
 from . import cli_client
 from .demo import RESULT, run_demo
@@ -51,13 +50,15 @@ def serve(
     """Serve a base and its adapters over OpenAI's HTTP API."""
     given = locals() | {"adapters": _named_folders(adapter or [])}
     del given["adapter"]
+    from lanewise.loaders import LoaderError  # imported late, with torch: other commands need not wait for it
+
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         settings = _settings(given)
         _serve(settings)
     except (LanewiseError, LoaderError, OSError) as error:
-        _errors.print(f"[red]{type(error).__name__}[/red]: {error}", soft_wrap=True)
+        _errors.print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None
 
 
@@ -75,7 +76,6 @@ def demo(
 
 
 def _serve(settings: Settings) -> None:
-    # Imported late: torch takes seconds, and the other commands do not need it.
     from .engines.torch_engine import TorchEngine
     from .serve import serve
 
@@ -94,7 +94,7 @@ def _settings(given: dict[str, Any]) -> Settings:
     try:
         return Settings(**{name: value for name, value in given.items() if value not in (None, {})})
     except ValidationError as error:
-        problems = [f"--{p['loc'][0]}: {p['msg']}".replace("_", "-") for p in error.errors()]
+        problems = [f"--{str(p['loc'][0]).replace('_', '-')}: {p['msg']}" for p in error.errors()]
         raise typer.BadParameter("; ".join(problems)) from None
 
 

@@ -91,7 +91,7 @@ def test_trainer_never_imports_the_server() -> None:
 
 
 def test_the_command_starts_without_torch() -> None:
-    assert "torch" not in modules_after("import lanewise.server.settings, lanewise.server.errors")
+    assert "torch" not in modules_after("import lanewise.server.cli")
 
 
 def test_every_exported_name_exists() -> None:
