@@ -96,7 +96,8 @@ def random_experts(inventory: Inventory, seed: int) -> dict[str, Tensor]:
 
 
 async def start(folder: Path) -> tuple[TorchEngine, list[Lane]]:
-    engine = TorchEngine(folder / "base", max_lanes=STREAMS, max_rank=RANK)
+    # One thread: sharing matrices this small costs more than it saves.
+    engine = TorchEngine(folder / "base", max_lanes=STREAMS, max_rank=RANK, threads=1)
     await engine.start()
     lanes: list[Lane] = []
     for seed in range(STREAMS):
