@@ -29,7 +29,7 @@ class Recipe:
 
     steps: int = 64
     warmup_steps: int = 8
-    learning_rate: float = 1e-2
+    learning_rate: float = 5e-3
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
     gradient_clip: float = 1.0
