@@ -132,7 +132,8 @@ def _each(weight: Tensor, index: Tensor, x: Tensor) -> Tensor:
     rows, (matrices, n, k) = len(index), weight.shape
     if rows > 4 * matrices or rows * n * k > _MAX_GATHER:
         return _grouped(weight, index, x)
-    return torch.bmm(weight.index_select(0, index).to(x.dtype), x.unsqueeze(2)).squeeze(2)
+    own = weight.index_select(0, index).to(x.dtype)
+    return torch.bmm(x.unsqueeze(1), own.mT).squeeze(1)  # a row times a matrix: faster than own·column
 
 
 def _grouped(weight: Tensor, index: Tensor, x: Tensor) -> Tensor:
