@@ -55,6 +55,7 @@ VARIANTS = (
     Variant("1 adapter", 1),
     Variant("8 adapters", 8),
     Variant("1 adapter, no PDL", 1, pdl=False),
+    Variant("8 adapters, no PDL", 8, pdl=False),
     Variant("8 adapters, deterministic", 8, deterministic=True),
 )
 
@@ -225,10 +226,11 @@ def measure_case(
         against = ("SGLang's best base", base, base / micros) if base else (None, None, None)
         rows.append(Row(case, "layer", micros, "µs", n, *against))
         rows.append(Row(case, "layer ÷ own base", micros / own, "×", n))
-    for variant in ("base", "1 adapter", "8 adapters"):
+    for variant in ("base, no PDL", "1 adapter, no PDL", "8 adapters, no PDL"):
         if variant in captured:
             seen = captured[variant].kernels()
             rows.append(Row(f"{name} T={tokens}, {variant}", "launches", len(seen), "kernels", 1))
+            rows += [Row(f"{name} T={tokens}, {variant}", kernel, us, "µs", 1) for kernel, us in seen]
             print(
                 f"   {variant}: "
                 + " ".join(f"{kernel.removesuffix('_kernel')} {us:.1f}" for kernel, us in seen)

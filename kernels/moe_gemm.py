@@ -233,11 +233,15 @@ def _expand_rider(
             b_ptrs = b2_ptr + slot.to(tl.int64) * (H * R) + column[None, :] * R + rank[:, None]
             b2 = tl.load(b_ptrs, mask=(rank < R)[:, None] & (column < H)[None, :], other=0.0)
         start_after_predecessor(PDL)
+        # Sixteen parts at a time: summed one by one, Triton moves each of them into the layout of the MMA's
+        # operand first, a trip through shared memory apiece (9 µs on a layer of 58).
+        j = tl.arange(0, 16)[None, :, None]
         low = tl.zeros([ROWS, RANK], tl.float32)
-        part_ptrs = parts_ptr + token[:, None] * (PARTS * R) + rank[None, :]
+        part_ptrs = parts_ptr + token[:, None, None] * (PARTS * R) + j * R + rank[None, None, :]
         live = valid[:, None] & (rank < R)[None, :]
-        for j in tl.static_range(PARTS):
-            low += tl.load(part_ptrs + j * R, mask=live, other=0.0)
+        for first in tl.static_range(0, PARTS, 16):
+            inside = live[:, None, :] & (first + j < PARTS)
+            low += tl.sum(tl.load(part_ptrs + first * R, mask=inside, other=0.0), 1)
         if EXPAND:
             delta = tl.dot(low.to(b2_ptr.dtype.element_ty), b2) * tl.load(lora_scale_ptr + slot)
             at = token[:, None] * H + column[None, :]

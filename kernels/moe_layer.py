@@ -24,8 +24,10 @@ from .moe_route import prepare_kernel, scatter_kernel
 BLOCK = 128
 MIX_ROWS = 16  # tokens of one slot per rider of the down GEMM and per program of `combine_expand_kernel`
 _LARGE_SORT = 2048  # pairs from which one program is too slow a sorter
-_PAIR_CHUNK = 2048
+_PAIR_CHUNK = 512
 _BUCKET_CHUNK = 4096
+_MAX_SPLITS = 8
+_TOKEN_CELLS = 4096  # tokens × slots that one program counts at once
 
 
 class MoeWorkspace:
@@ -65,10 +67,10 @@ class MoeWorkspace:
         self.token_ranks, self.token_order = buffer(tokens), buffer(tokens)
         self.token_tiles, self.mix_tiles = buffer(1 + tokens, 4), buffer(1 + tokens, 4)
         # Sums in parts are fp32, whole sums in the activations' dtype; a direct batch is small.
-        parts = min(tokens, DIRECT_TOKENS) * shape.top_k * 8
+        parts = min(tokens, DIRECT_TOKENS) * shape.top_k * _MAX_SPLITS
         self.gate_up_parts = buffer(parts * 2 * shape.inner, dtype=torch.float32)
         self.gate_up = buffer(pairs, 2 * shape.inner, dtype=dtype)
-        self.u_parts = buffer(4 * tokens * 2 * rank, dtype=torch.float32)
+        self.u_parts = buffer(_MAX_SPLITS * tokens * 2 * rank, dtype=torch.float32)
         self.u = buffer(tokens * 2 * rank, dtype=dtype)
         self.h = buffer(pairs, shape.inner, dtype=weight_dtype)
         self.h_scale = buffer(pairs, groups, dtype=torch.float32)
@@ -141,7 +143,9 @@ class _Call:
             assert len(self.factors.scale) <= shape.slots, "more slots than the workspace can sort"
             assert self.slots.shape == (tokens,), "one slot per token"
         self.plan = self.chosen or plan_for(shape, tokens, space.device_name, space.deterministic)
-        assert not self.plan.direct or tokens <= DIRECT_TOKENS
+        assert tokens <= DIRECT_TOKENS or not self.plan.direct, "a direct batch fits one tile of tokens"
+        assert self.plan.direct or self.plan.gate_up.splits == 1, "only a direct batch is split over K"
+        assert max(self.plan.gate_up.splits, self.plan.shrink_splits) <= _MAX_SPLITS
 
     @property
     def tokens(self) -> int:
@@ -221,24 +225,29 @@ class _Call:
         chunk = _PAIR_CHUNK if large else max(16, triton.next_power_of_2(self.pairs))
         groups = 8 if self.tokens <= 128 else 32
         rounding = triton.cdiv(self.tokens * (shape.hidden // BLOCK), groups) if self.quant else 0
-        bucket_chunk = min(self.buckets, _BUCKET_CHUNK)
-        prepare_kernel[(counters + int(self.lora) + rounding,)](
+        lanes = {
+            "TOP_K": shape.top_k, "BUCKETS": self.buckets, "CHUNK": min(self.buckets, _BUCKET_CHUNK),
+            "LANES": self.lanes, "SLOT_BUCKETS": space.lanes, "COUNTERS": counters, "PAIR_CHUNK": chunk,
+            "ROWS": plan.rows, "LANE_ROWS": plan.lane_rows, "TOKEN_ROWS": plan.shrink_rows,
+            "MIX_ROWS": MIX_ROWS, "PDL": plan.pdl, **self.options(8),
+        }  # fmt: skip
+        token_chunk = min(_TOKEN_CELLS // space.lanes, max(16, triton.next_power_of_2(self.tokens)))
+        token_counters = (triton.cdiv(self.tokens, token_chunk) if large else 1) if self.lora else 0
+        by_slot = (
+            space.counts[self.buckets :], space.token_starts, space.token_ranks, space.token_order,
+            space.token_tiles, space.mix_tiles,
+        )  # fmt: skip
+        prepare_kernel[(counters + token_counters + rounding,)](
             self.x, space.x_q, space.x_scale, self.experts, self.slots_or_any,
             space.counts, space.starts, space.ranks, space.order, space.tiles, space.lane_tiles,
-            space.counts[self.buckets :], space.token_starts, space.token_ranks, space.token_order,
-            space.token_tiles, space.mix_tiles, self.tokens, self.pairs,
-            H=shape.hidden, TOP_K=shape.top_k, BUCKETS=self.buckets, CHUNK=bucket_chunk, LANES=self.lanes,
-            SLOT_BUCKETS=space.lanes, COUNTERS=counters, PAIR_CHUNK=chunk,
-            TOKEN_CHUNK=min(1024, max(16, triton.next_power_of_2(self.tokens))),
-            ROWS=plan.rows, LANE_ROWS=plan.lane_rows, TOKEN_ROWS=plan.shrink_rows, MIX_ROWS=MIX_ROWS,
-            GROUPS=groups, LORA=self.lora, QUANT=self.quant, PDL=plan.pdl, **self.options(8),
+            *by_slot, self.tokens, self.pairs,
+            H=shape.hidden, TOKEN_COUNTERS=token_counters, TOKEN_CHUNK=token_chunk, GROUPS=groups,
+            QUANT=self.quant, **lanes,
         )  # fmt: skip
         if large:
-            scatter_kernel[(counters,)](
+            scatter_kernel[(counters + int(self.lora),)](
                 self.experts, self.slots_or_any, space.counts, space.starts, space.ranks, space.order,
-                space.tiles, space.lane_tiles, self.pairs,
-                TOP_K=shape.top_k, BUCKETS=self.buckets, CHUNK=bucket_chunk, LANES=self.lanes,
-                PAIR_CHUNK=chunk, ROWS=plan.rows, LANE_ROWS=plan.lane_rows, PDL=plan.pdl, **self.options(8),
+                space.tiles, space.lane_tiles, *by_slot, self.tokens, self.pairs, **lanes,
             )  # fmt: skip
 
     def gate_up(self) -> None:

@@ -50,18 +50,15 @@ def read_tile(tiles_ptr: tl.tensor, tile: tl.tensor):
 def _buckets(
     experts_ptr: tl.tensor,
     slots_ptr: tl.tensor,
-    i: tl.tensor,
+    pair: tl.tensor,
     valid: tl.tensor,
     TOP_K: tl.constexpr,
     LANES: tl.constexpr,
-    BY_EXPERT: tl.constexpr,
 ):
-    """Bucket of item i: expert·LANES + slot + 1 (base rows, slot −1, come first); LANES = 1: expert."""
-    bucket = tl.zeros_like(i)
-    if BY_EXPERT:
-        bucket += tl.load(experts_ptr + i, mask=valid, other=0).to(tl.int32) * LANES
+    """A pair's bucket: expert·LANES + slot + 1 (slot −1, the base, comes first); its expert if LANES = 1."""
+    bucket = tl.load(experts_ptr + pair, mask=valid, other=0).to(tl.int32) * LANES
     if LANES > 1:
-        bucket += tl.load(slots_ptr + i // TOP_K, mask=valid, other=-1).to(tl.int32) + 1
+        bucket += tl.load(slots_ptr + pair // TOP_K, mask=valid, other=-1).to(tl.int32) + 1
     return bucket
 
 
@@ -75,13 +72,12 @@ def _count(
     n: tl.tensor,
     TOP_K: tl.constexpr,
     LANES: tl.constexpr,
-    BY_EXPERT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Count items [start, start + CHUNK) into their buckets; each item keeps its rank within its bucket."""
+    """Count pairs [start, start + CHUNK) into their buckets; each keeps its rank within its bucket."""
     i = start + tl.arange(0, CHUNK)
     valid = i < n
-    bucket = _buckets(experts_ptr, slots_ptr, i, valid, TOP_K, LANES, BY_EXPERT)
+    bucket = _buckets(experts_ptr, slots_ptr, i, valid, TOP_K, LANES)
     rank = tl.atomic_add(counts_ptr + bucket, 1, mask=valid, sem="relaxed")
     tl.store(ranks_ptr + i, rank, mask=valid)
 
@@ -140,16 +136,62 @@ def _place(
     n: tl.tensor,
     TOP_K: tl.constexpr,
     LANES: tl.constexpr,
-    BY_EXPERT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """order[position] = item, for items [start, start + CHUNK)."""
+    """order[position] = pair, for pairs [start, start + CHUNK)."""
     i = start + tl.arange(0, CHUNK)
     valid = i < n
-    bucket = _buckets(experts_ptr, slots_ptr, i, valid, TOP_K, LANES, BY_EXPERT)
+    bucket = _buckets(experts_ptr, slots_ptr, i, valid, TOP_K, LANES)
     position = tl.load(starts_ptr + bucket, mask=valid, other=0, cache_modifier=".cg")
     position += tl.load(ranks_ptr + i, mask=valid, other=0, cache_modifier=".cg")
     tl.store(order_ptr + position, i, mask=valid)
+
+
+@triton.jit
+def _count_tokens(
+    slots_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    start: tl.tensor,
+    tokens: tl.tensor,
+    BUCKETS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Count tokens [start, start + CHUNK) by slot; the few buckets are crowded, so one atomic each."""
+    token = start + tl.arange(0, CHUNK)
+    bucket = tl.load(slots_ptr + token, mask=token < tokens, other=BUCKETS).to(tl.int32) + 1
+    mine = bucket[:, None] == tl.arange(0, BUCKETS)[None, :]
+    count = mine.to(tl.int32)
+    before = tl.atomic_add(counts_ptr + tl.arange(0, BUCKETS), tl.sum(count, 0), sem="relaxed")
+    rank = tl.sum(tl.where(mine, tl.cumsum(count, 0) - 1 + before[None, :], 0), 1)
+    tl.store(ranks_ptr + token, rank, mask=token < tokens)
+
+
+@triton.jit
+def _order_tokens(
+    slots_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    token_tiles_ptr: tl.tensor,
+    mix_tiles_ptr: tl.tensor,
+    tokens: tl.tensor,
+    BUCKETS: tl.constexpr,
+    TOKEN_ROWS: tl.constexpr,
+    MIX_ROWS: tl.constexpr,
+):
+    """Place all counted tokens by slot, and cut them into tiles of either height."""
+    _sum_counts(counts_ptr, starts_ptr, BUCKETS, BUCKETS)
+    _list_tiles(counts_ptr, token_tiles_ptr, 0, 1, TOKEN_ROWS, BUCKETS, BUCKETS, 1)
+    _list_tiles(counts_ptr, mix_tiles_ptr, 0, 1, MIX_ROWS, BUCKETS, BUCKETS, 1)
+    tl.debug_barrier()
+    for start in tl.range(0, tokens, 1024):
+        token = start + tl.arange(0, 1024)
+        bucket = tl.load(slots_ptr + token, mask=token < tokens, other=-1).to(tl.int32) + 1
+        position = tl.load(starts_ptr + bucket, cache_modifier=".cg")
+        position += tl.load(ranks_ptr + token, mask=token < tokens, other=0, cache_modifier=".cg")
+        tl.store(order_ptr + position, token, mask=token < tokens)
 
 
 @triton.jit(do_not_specialize=["tokens", "pairs"])
@@ -180,6 +222,7 @@ def prepare_kernel(
     LANES: tl.constexpr,
     SLOT_BUCKETS: tl.constexpr,
     COUNTERS: tl.constexpr,
+    TOKEN_COUNTERS: tl.constexpr,
     PAIR_CHUNK: tl.constexpr,
     TOKEN_CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -187,7 +230,6 @@ def prepare_kernel(
     TOKEN_ROWS: tl.constexpr,
     MIX_ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
-    LORA: tl.constexpr,
     QUANT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -196,25 +238,15 @@ def prepare_kernel(
     experts [T, k], slots [T], x [T, H] → order [T·k] with tiles of ROWS pairs of one expert and, where LANES
     > 1, of LANE_ROWS pairs of one (expert, slot); token_order [T] with tiles of TOKEN_ROWS (for the riders)
     and MIX_ROWS (for `combine_expand_kernel`) tokens of one slot; xq, xs as `fp8.quantize_groups`.
-    With COUNTERS > 1 the pairs are only counted: `scatter_kernel` places them. Every counter must be zero at
-    the start; the activation kernel leaves them so.
+    With COUNTERS > 1 pairs and tokens are only counted: `scatter_kernel` places them. Every counter must be
+    zero at the start; the activation kernel leaves them so. TOKEN_COUNTERS is 0 without LoRA.
     """
     start_after_predecessor(PDL)
     pid = tl.program_id(0)
-    sorters = COUNTERS + (1 if LORA else 0)
+    sorters = COUNTERS + TOKEN_COUNTERS
     if pid < COUNTERS:
-        _count(
-            experts_ptr,
-            slots_ptr,
-            counts_ptr,
-            ranks_ptr,
-            pid * PAIR_CHUNK,
-            pairs,
-            TOP_K,
-            LANES,
-            True,
-            PAIR_CHUNK,
-        )
+        start = pid * PAIR_CHUNK
+        _count(experts_ptr, slots_ptr, counts_ptr, ranks_ptr, start, pairs, TOP_K, LANES, PAIR_CHUNK)
         if COUNTERS == 1:
             tl.debug_barrier()
             _sum_counts(counts_ptr, starts_ptr, BUCKETS, CHUNK)
@@ -223,33 +255,20 @@ def prepare_kernel(
                 _list_tiles(counts_ptr, lane_tiles_ptr, 0, 1, LANE_ROWS, BUCKETS, CHUNK, 1)
             tl.debug_barrier()
             _place(
-                experts_ptr,
-                slots_ptr,
-                starts_ptr,
-                ranks_ptr,
-                order_ptr,
-                0,
-                pairs,
-                TOP_K,
-                LANES,
-                True,
-                PAIR_CHUNK,
+                experts_ptr, slots_ptr, starts_ptr, ranks_ptr, order_ptr, 0, pairs, TOP_K, LANES, PAIR_CHUNK
             )
     elif pid < sorters:
-        for start in tl.range(0, tokens, TOKEN_CHUNK):
-            _count(
-                experts_ptr, slots_ptr, token_counts_ptr, token_ranks_ptr, start, tokens,
-                1, SLOT_BUCKETS, False, TOKEN_CHUNK,
-            )  # fmt: skip
-        tl.debug_barrier()
-        _sum_counts(token_counts_ptr, token_starts_ptr, SLOT_BUCKETS, SLOT_BUCKETS)
-        _list_tiles(token_counts_ptr, token_tiles_ptr, 0, 1, TOKEN_ROWS, SLOT_BUCKETS, SLOT_BUCKETS, 1)
-        _list_tiles(token_counts_ptr, mix_tiles_ptr, 0, 1, MIX_ROWS, SLOT_BUCKETS, SLOT_BUCKETS, 1)
-        tl.debug_barrier()
-        for start in tl.range(0, tokens, TOKEN_CHUNK):
-            _place(
-                experts_ptr, slots_ptr, token_starts_ptr, token_ranks_ptr, token_order_ptr, start, tokens,
-                1, SLOT_BUCKETS, False, TOKEN_CHUNK,
+        start = (pid - COUNTERS) * TOKEN_CHUNK
+        _count_tokens(slots_ptr, token_counts_ptr, token_ranks_ptr, start, tokens, SLOT_BUCKETS, TOKEN_CHUNK)
+        if COUNTERS == 1:
+            for later in tl.range(TOKEN_CHUNK, tokens, TOKEN_CHUNK):
+                _count_tokens(
+                    slots_ptr, token_counts_ptr, token_ranks_ptr, later, tokens, SLOT_BUCKETS, TOKEN_CHUNK
+                )
+            tl.debug_barrier()
+            _order_tokens(
+                slots_ptr, token_counts_ptr, token_starts_ptr, token_ranks_ptr, token_order_ptr,
+                token_tiles_ptr, mix_tiles_ptr, tokens, SLOT_BUCKETS, TOKEN_ROWS, MIX_ROWS,
             )  # fmt: skip
     elif QUANT:
         group = (pid - sorters) * GROUPS + tl.arange(0, GROUPS)
@@ -261,7 +280,7 @@ def prepare_kernel(
         tl.store(xs_ptr + group, scale, mask=inside)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["tokens", "pairs"])
 def scatter_kernel(
     experts_ptr: tl.tensor,
     slots_ptr: tl.tensor,
@@ -271,34 +290,48 @@ def scatter_kernel(
     order_ptr: tl.tensor,
     tiles_ptr: tl.tensor,
     lane_tiles_ptr: tl.tensor,
+    token_counts_ptr: tl.tensor,
+    token_starts_ptr: tl.tensor,
+    token_ranks_ptr: tl.tensor,
+    token_order_ptr: tl.tensor,
+    token_tiles_ptr: tl.tensor,
+    mix_tiles_ptr: tl.tensor,
+    tokens: tl.tensor,
     pairs: tl.tensor,
     TOP_K: tl.constexpr,
     BUCKETS: tl.constexpr,
     CHUNK: tl.constexpr,
     LANES: tl.constexpr,
+    SLOT_BUCKETS: tl.constexpr,
+    COUNTERS: tl.constexpr,
     PAIR_CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     LANE_ROWS: tl.constexpr,
+    TOKEN_ROWS: tl.constexpr,
+    MIX_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Second half of a large sort: place the counted pairs; list tiles by expert and by (expert, slot).
+    """Second half of a large sort: place the counted pairs and list their tiles; one program for the tokens.
 
     One sort by (expert, slot) serves both the GEMMs and the activation kernel. Every program sums the counts
     for itself (a launch less); program 0 lists the GEMM tiles, the others share the activation tiles.
     """
     start_after_predecessor(PDL)
     pid = tl.program_id(0)
-    starts_ptr += pid * BUCKETS
-    _sum_counts(counts_ptr, starts_ptr, BUCKETS, CHUNK)
-    tl.debug_barrier()
-    _place(
-        experts_ptr, slots_ptr, starts_ptr, ranks_ptr, order_ptr,
-        pid * PAIR_CHUNK, pairs, TOP_K, LANES, True, PAIR_CHUNK,
-    )  # fmt: skip
-    if pid == 0:
-        _list_tiles(counts_ptr, tiles_ptr, 0, 1, ROWS, BUCKETS, CHUNK, LANES)
-    elif LANES > 1:
-        _list_tiles(
-            counts_ptr, lane_tiles_ptr, pid - 1, tl.num_programs(0) - 1,
-            LANE_ROWS, BUCKETS, CHUNK, 1,
+    if pid < COUNTERS:
+        starts_ptr += pid * BUCKETS
+        _sum_counts(counts_ptr, starts_ptr, BUCKETS, CHUNK)
+        tl.debug_barrier()
+        start = pid * PAIR_CHUNK
+        _place(
+            experts_ptr, slots_ptr, starts_ptr, ranks_ptr, order_ptr, start, pairs, TOP_K, LANES, PAIR_CHUNK
+        )
+        if pid == 0:
+            _list_tiles(counts_ptr, tiles_ptr, 0, 1, ROWS, BUCKETS, CHUNK, LANES)
+        elif LANES > 1:
+            _list_tiles(counts_ptr, lane_tiles_ptr, pid - 1, COUNTERS - 1, LANE_ROWS, BUCKETS, CHUNK, 1)
+    else:
+        _order_tokens(
+            slots_ptr, token_counts_ptr, token_starts_ptr, token_ranks_ptr, token_order_ptr,
+            token_tiles_ptr, mix_tiles_ptr, tokens, SLOT_BUCKETS, TOKEN_ROWS, MIX_ROWS,
         )  # fmt: skip
