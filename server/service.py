@@ -16,7 +16,7 @@ from lanewise.loaders import Adapter, LoaderError, read_adapter, read_adapter_fi
 
 from .catalog import FACTORS_FILE, Catalog, Version
 from .engines.protocol import Engine
-from .errors import Conflict, LanewiseError, Overloaded, Unavailable, Unprocessable
+from .errors import Conflict, EngineFailure, LanewiseError, Overloaded, Unavailable
 from .lanes import Lanes
 from .metrics import Metrics
 from .selection import select
@@ -173,7 +173,9 @@ class Service:
             try:
                 async with self.lanes.lease(version):
                     pass
-            except (LoaderError, Unprocessable) as error:
+            except LanewiseError as error:
+                if not self.engine.healthy:
+                    raise
                 # The others are served; asking for this one names the error again.
                 _log.error("%s cannot be loaded: %s", version.key, error)
 
@@ -195,10 +197,18 @@ class Service:
         return read_adapter(folder, self.engine.inventory, max_rank=self.engine.max_rank)
 
     def _read(self, version: Version) -> Adapter:
+        """A stored version, checked again in full: disks forget. Raises EngineFailure if this one did."""
         file, config = self.catalog.files(version)
-        return self._check(file, config, version.digest)
+        try:
+            adapter = self._check(file, config)
+        except LoaderError as error:
+            raise _damaged(version, str(error)) from error
+        if adapter.digest != version.digest:
+            raise _damaged(version, f"its bytes have digest {adapter.digest}, not {version.digest}")
+        return adapter
 
-    def _check(self, file: Path, config: Mapping[str, Any], digest: str | None) -> Adapter:
+    def _check(self, file: Path, config: Mapping[str, Any], digest: str | None = None) -> Adapter:
+        """Read and validate; the digest is computed unless the caller has just done so."""
         return read_adapter_file(
             file, config, self.engine.inventory, max_rank=self.engine.max_rank, digest=digest
         )
@@ -215,3 +225,11 @@ class Service:
         show("lanewise_lanes_waiting", "Requests that wait for a lane.", lambda: self.lanes.waiting)
         show("lanewise_adapters", "Adapters with a stored version.", lambda: len(self.catalog.adapters))
         show("lanewise_pushes_running", "Pushes being received or checked.", lambda: self._pushes)
+
+
+def _damaged(version: Version, why: str) -> EngineFailure:
+    return EngineFailure(
+        f"{version.key} was damaged on disk and is not served: {why}; push it again and activate that",
+        param="model",
+        code="version_damaged",
+    )
