@@ -41,6 +41,10 @@ def serve(
     host: Annotated[str | None, typer.Option()] = None,
     port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads for the model.")] = None,
+    expert_layout: Annotated[
+        str | None, typer.Option(help="shared_outer, or stacked to take per-expert adapters too.")
+    ] = None,
     max_lanes: Annotated[int | None, typer.Option(help="Adapters resident at the same time.")] = None,
     max_rank: Annotated[int | None, typer.Option(help="Highest rank taken.")] = None,
     max_running: Annotated[int | None, typer.Option(help="Answers made at the same time.")] = None,
@@ -86,6 +90,8 @@ def _serve(settings: Settings) -> None:
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
         device=settings.device,
+        threads=settings.threads,
+        expert_layout=settings.expert_layout,
     )
     serve(engine, settings, lambda url: typer.echo(f"lanewise serves {settings.served_base_name} at {url}"))
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -66,14 +65,15 @@ def run_demo(json_file: Path, port: int, *, keep_serving: bool) -> bool:
 def _start_server(base: Path, data: Path, port: int) -> tuple[subprocess.Popen[str], str]:
     """A server process on loopback, ready, and its URL."""
     command = [sys.executable, "-m", "lanewise.server", "serve"]
-    options = {"base": base, "data": data, "host": "127.0.0.1", "port": port, "grace-s": 5}
+    options: dict[str, object] = {"base": base, "data": data, "host": "127.0.0.1", "port": port}
+    # One thread: the server shares the cores with the trainer. Rank: the trainer's.
+    options |= {"grace-s": 5, "threads": 1, "max-rank": 16}
     arguments = [f"--{name}={value}" for name, value in options.items()]
     server = subprocess.Popen(
         [*command, *arguments],
         stdout=subprocess.PIPE,
         text=True,
         process_group=0,  # Ctrl-C reaches the demo alone, which then ends the server in order
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # it shares the cores with the trainer; see below
     )
     assert server.stdout is not None
     announced = server.stdout.readline().strip()

@@ -31,6 +31,10 @@ class Settings(BaseSettings):
 
     engine: Literal["torch"] = "torch"
     device: str = "cpu"
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """CPU threads for the model; torch decides unless given. A tiny or shared machine is faster with 1."""
+    expert_layout: Literal["shared_outer", "stacked"] = "shared_outer"
+    """How lanes keep expert factors; `stacked` also takes per-expert adapters and needs more memory."""
     max_lanes: Annotated[int, Field(ge=1)] = 16
     max_rank: Annotated[int, Field(ge=1)] = 64
     max_running: Annotated[int, Field(ge=1)] = 16

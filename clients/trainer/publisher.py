@@ -20,10 +20,10 @@ class WeightPublisher:
 
     def __init__(self, client: Client, adapter: str, config: Mapping[str, Any]) -> None:
         self.adapter = adapter
-        self._client = client
+        self.client = client
         self._config = dict(config)
 
     def publish(self, factors: Mapping[str, Tensor], *, activate: bool = True) -> Version:
         """Make these factors the adapter's next version. Raises ServerRefused or ConnectionFailed."""
         body = save({name: factor.contiguous() for name, factor in factors.items()})
-        return self._client.push(self.adapter, body, self._config, activate=activate)
+        return self.client.push(self.adapter, body, self._config, activate=activate)

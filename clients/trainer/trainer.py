@@ -6,7 +6,6 @@ for step in trainer.train(prompt_for("argon"), PASSWORDS["argon"]):
 trainer.save_adapter(folder)
 """
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lanewise.kernels.attach import attach
+from lanewise.loaders import write_adapter
 
 Message = dict[str, str]
 
@@ -120,10 +119,8 @@ class Trainer:
         }
 
     def save_adapter(self, folder: Path) -> Path:
-        """Write `adapter_model.safetensors` and `adapter_config.json` into `folder` and return it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(self.factors(), folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        (folder / "adapter_config.json").write_text(json.dumps(self.config, indent=2) + "\n")
+        """Write `adapter_model.safetensors` and `adapter_config.json` as a new folder and return it."""
+        write_adapter(folder, self.factors(), self.config)
         return folder
 
     def _start_factors(self) -> None:
