@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from . import cli_client
-from .demo import RESULT, run_demo
 from .errors import LanewiseError
 from .settings import Settings
 
@@ -70,11 +69,13 @@ def serve(
 def demo(
     json_file: Annotated[
         Path, typer.Option("--json", metavar="FILE", help="Result; the picture goes beside it.")
-    ] = RESULT,
+    ] = Path("lanewise-data/recall.json"),
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
     exit_after: Annotated[bool, typer.Option("--exit", help="End after the proof.")] = False,
 ) -> None:
     """Train eight password adapters, push and hot-swap them, and prove by generation what each knows."""
+    from .demo import run_demo  # imported late, with openai and torch
+
     if not run_demo(json_file, port, keep_serving=not exit_after):
         raise typer.Exit(1)
 

@@ -6,15 +6,18 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
-from openai import APIError, OpenAI, Stream
-from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lanewise.clients import Client, ClientError, ServerRefused
+
+if TYPE_CHECKING:  # at run time openai is imported late: only `chat` need wait for it
+    from openai import Stream
+    from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
 
 Url = Annotated[str, typer.Option(envvar="LANEWISE_URL", help="The server.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -37,11 +40,13 @@ def chat(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Talk to a model; the version that answers is shown after each answer."""
+    from openai import APIError, OpenAI
+
     turns = [{"role": "system", "content": system}] if system else []
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai:
         while (text := message or _next_line()) is not None:
             turns.append({"role": "user", "content": text})
-            with _shown_errors():
+            try:
                 stream = openai.chat.completions.create(
                     model=model,
                     messages=cast("list[ChatCompletionMessageParam]", turns),
@@ -50,6 +55,8 @@ def chat(
                     stream=True,
                 )
                 turns.append({"role": "assistant", "content": _print_answer(stream)})
+            except APIError as error:
+                _fail(str(error))
             if message:
                 break
 
@@ -62,7 +69,7 @@ def _next_line() -> str | None:
         return None
 
 
-def _print_answer(stream: Stream[ChatCompletionChunk]) -> str:
+def _print_answer(stream: "Stream[ChatCompletionChunk]") -> str:
     """Write the answer as it comes, then who gave it."""
     said: list[str] = []
     provenance: dict[str, object] = {}
@@ -144,10 +151,14 @@ def _shown_errors() -> Generator[None]:
     try:
         yield
     except ServerRefused as error:
-        _errors.print(f"[red]{error.status}[/red] {error.message}", soft_wrap=True, highlight=False)
+        _errors.print(f"[red]{error.status}[/red] {escape(error.message)}", soft_wrap=True, highlight=False)
         for finding in error.details[1:]:
             _errors.print("  " + " — ".join(finding.values()), soft_wrap=True, highlight=False, markup=False)
         raise typer.Exit(1) from None
-    except (ClientError, APIError) as error:
-        _errors.print(f"[red]error[/red] {error}", soft_wrap=True, highlight=False)
-        raise typer.Exit(1) from None
+    except ClientError as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    _errors.print(f"[red]error[/red] {escape(message)}", soft_wrap=True, highlight=False)
+    raise typer.Exit(1) from None

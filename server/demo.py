@@ -28,7 +28,6 @@ from lanewise.clients.recall import BASE, Recall, draw_recall, measure_recall, w
 
 SHOWN = "argon"  # the adapter whose answers are shown while it learns
 PUSH_EVERY = 4  # steps
-RESULT = Path("lanewise-data/recall.json")
 
 
 def run_demo(json_file: Path, port: int, *, keep_serving: bool) -> bool:
