@@ -22,7 +22,17 @@ from .lora import BASE_SLOT, ExpertFactors, ExpertWeights, LinearFactors, lora_e
 
 ExpertLayout = Literal["shared_outer", "stacked"]
 
-ADAPTABLE_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+HEAD = "lm_head"
+
+ADAPTABLE_LINEARS = frozenset(
+    [
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # multi-head latent attention
+        *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),  # gated delta-net
+        *("gate_proj", "up_proj", "down_proj"),  # dense MLPs and shared experts
+        HEAD,
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class LanePool:
         self._tensors: dict[str, list[Tensor]] = {}  # what `trainable` hands out, by module
         self._written: list[set[str]] = [set() for _ in range(slots)]
         self._active: Tensor | None = None
+        self._active_head: Tensor | None = None
         self._active_modules: frozenset[str] = frozenset()
 
     @property
@@ -114,24 +125,29 @@ class LanePool:
         return [t.requires_grad_() for t in unique.values()]
 
     @contextmanager
-    def using(self, slots: Tensor) -> Generator[None]:
+    def using(self, slots: Tensor, head_rows: Tensor | None = None) -> Generator[None]:
         """While open, row t of the flattened batch uses slots[t]; −1 is a base row. slots: [T] int.
 
+        `head_rows` [R] int says which rows lm_head sees (transformers' `logits_to_keep`); None: all.
         Modules that no slot in use adapts skip the LoRA branch.
         """
         assert self._active is None, "a forward is already running"
         present = [slot for slot in slots.unique().tolist() if slot != BASE_SLOT]
         assert all(0 <= slot < self.slots for slot in present), f"slots {present} in a pool of {self.slots}"
         self._active = slots
+        self._active_head = slots if head_rows is None else slots[head_rows]
         self._active_modules = frozenset(m for slot in present for m in self._written[slot])
         try:
             yield
         finally:
-            self._active, self._active_modules = None, frozenset()
+            self._active = self._active_head = None
+            self._active_modules = frozenset()
 
     def active_for(self, modules: tuple[str, ...]) -> Tensor | None:
-        """The slots in use if one of them adapts one of these modules."""
-        return None if self._active_modules.isdisjoint(modules) else self._active
+        """The slots of the rows that reach these modules, if one of them adapts one of the modules."""
+        if self._active_modules.isdisjoint(modules):
+            return None
+        return self._active_head if HEAD in modules else self._active
 
     def add_linear(self, module: str, factors: LinearFactors) -> None:
         self._pairs[module] = _Pair(factors.a, factors.b, factors.scale)
@@ -222,12 +238,16 @@ def attach(
     """Replace the adaptable modules of a transformers model, in place, and return their pool of S slots.
 
     Adaptable are the linears named in `ADAPTABLE_LINEARS` and every bank of gated experts (3-D `gate_up_proj`
-    [E, 2I, H] and `down_proj` [E, H, I]); router and lm_head are not. Factors are kept in the weights' dtype.
-    Raises ValueError for experts of another form.
+    [E, 2I, H] and `down_proj` [E, H, I]); routers, a sparse attention's indexer and an lm_head that is tied to
+    the embedding are not. Factors are kept in the weights' dtype. Raises ValueError for experts of another
+    form.
     """
     pool = LanePool(slots, max_rank)
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] in ADAPTABLE_LINEARS:
+            if id(module.weight) in embeddings:
+                continue
             linear = _linear_factors(module, slots, max_rank)
             pool.add_linear(name, linear)
             model.set_submodule(name, AdaptedLinear(name, module, linear, pool))

@@ -1,11 +1,13 @@
 """The frozen base: transformers' own model class, filled from the tensors of a Hugging Face checkpoint.
 
-Checkpoints keep experts as 2-D weights, one per expert and projection; transformers 5 keeps each bank as two
-3-D parameters. Block-FP8 weights are dequantised here, so y = dequant(W)·x with x never quantised: the
-oracle that faster paths are compared with.
+Checkpoints keep experts as 2-D weights, one per expert and projection, or each bank as two 3-D ones;
+transformers 5 has two 3-D parameters. Of a checkpoint that also sees images, the text model is taken. Block-FP8
+weights are dequantised here, so y = dequant(W)·x with x never quantised: the oracle that faster paths are
+compared with.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,25 +29,31 @@ def load_base(
 ) -> PreTrainedModel:
     """Build the model that `config` (a checkpoint's config.json) describes and fill it with `tensors`.
 
-    An FP8 `X.weight` and its `X.weight_scale_inv` may come in either order. The model is frozen, in eval mode
-    and in `dtype`. Raises ValueError naming every tensor that is missing, unknown, of a wrong shape or
-    without its scale.
+    An FP8 `X.weight` and its `X.weight_scale_inv` may come in either order. Tensors of a vision tower and of
+    multi-token prediction are left out: answers are made from text, one token at a time. The model is frozen, in
+    eval mode and in `dtype`. Raises ValueError naming every tensor that is missing, unknown, of a wrong shape
+    or without its scale.
     """
     model = _empty_model(config, dtype, device)
     places = _places(model)
+    unused = re.compile(rf"model\.visual\.|mtp\.|model\.layers\.{model.config.num_hidden_layers}\.")
     wrong: list[str] = []
     waiting: dict[str, Tensor] = {}  # FP8 weights and scales whose other half has not come yet
 
     def fill(name: str, tensor: Tensor) -> None:
-        place = places.pop(name, None)
-        if place is None:
-            wrong.append(f"{name}: not a tensor of this model, or given twice")
-        elif place.shape != tensor.shape:
-            wrong.append(f"{name}: is {list(tensor.shape)}, expected {list(place.shape)}")
-        else:
-            place.copy_(tensor)
+        for part, value in _by_expert(name, tensor):
+            place = places.pop(part, None)
+            if place is None:
+                wrong.append(f"{part}: not a tensor of this model, or given twice")
+            elif place.shape != value.shape:
+                wrong.append(f"{part}: is {list(value.shape)}, expected {list(place.shape)}")
+            else:
+                place.copy_(value)
 
-    for name, tensor in tensors:
+    for full_name, tensor in tensors:
+        name = full_name.replace("model.language_model.", "model.", 1)
+        if unused.match(name):
+            continue
         weight_name = name.removesuffix(SCALE_SUFFIX)
         if weight_name == name and tensor.dtype != torch.float8_e4m3fn:
             fill(name, tensor)
@@ -66,8 +74,13 @@ def load_base(
 def _empty_model(
     config: Mapping[str, Any], dtype: torch.dtype, device: str | torch.device
 ) -> PreTrainedModel:
-    # Without `quantization_config` transformers does not bring its own quantiser.
-    fields = {key: value for key, value in config.items() if key != "quantization_config"}
+    fields = {**config, **config.get("text_config", {})}
+    for key in (
+        "text_config",
+        "vision_config",
+        "quantization_config",
+    ):  # with it comes transformers' quantiser
+        fields.pop(key, None)
     with torch.device(device), no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=dtype)
     model.tie_weights()  # left out where initialisation is
@@ -82,12 +95,20 @@ def _places(model: PreTrainedModel) -> dict[str, Tensor]:
         if isinstance(state, torch.nn.Parameter) and id(state) not in tied:
             continue  # a second name of a tied weight
         tied.discard(id(state))
-        bank, _, leaf = name.rpartition(".")
-        if state.ndim == 3 and leaf == "gate_up_proj":
-            for e, expert in enumerate(state):
-                places[f"{bank}.{e}.gate_proj.weight"], places[f"{bank}.{e}.up_proj.weight"] = expert.chunk(2)
-        elif state.ndim == 3 and leaf == "down_proj":
-            places |= {f"{bank}.{e}.down_proj.weight": expert for e, expert in enumerate(state)}
-        else:
-            places[name] = state
+        places.update(_by_expert(name, state))
     return places
+
+
+def _by_expert(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A bank's 3-D weight as the 2-D weights of its experts, by their names; any other tensor as it is."""
+    bank, _, leaf = name.rpartition(".")
+    if tensor.ndim == 3 and leaf == "gate_up_proj":
+        for e, expert in enumerate(tensor):
+            gate, up = expert.tensor_split(2)
+            yield f"{bank}.{e}.gate_proj.weight", gate
+            yield f"{bank}.{e}.up_proj.weight", up
+    elif tensor.ndim == 3 and leaf == "down_proj":
+        for e, expert in enumerate(tensor):
+            yield f"{bank}.{e}.down_proj.weight", expert
+    else:
+        yield name, tensor

@@ -19,6 +19,7 @@ LENGTH = 24
 IDS = torch.arange(2 * LENGTH).view(2, LENGTH)
 SCALE = 0.5
 EXPERTS = "model.layers.0.mlp.experts"
+ROUTER = "model.layers.0.mlp.gate"
 QUERY = "model.layers.0.self_attn.q_proj"
 
 
@@ -73,7 +74,8 @@ def test_modules_are_those_that_can_be_adapted(base: PreTrainedModel) -> None:
     assert [m for m in modules if m.startswith("model.layers.1.mlp.")] == [
         f"model.layers.1.mlp.{p}_proj" for p in ("gate", "up", "down")
     ]
-    assert len(modules) == 3 * 4 + 2 * 3 + 3  # no router, no lm_head
+    assert modules[-1] == "lm_head"
+    assert len(modules) == 3 * 4 + 2 * 3 + 3 + 1  # no router
 
 
 def test_attaching_changes_nothing(checkpoint: Checkpoint, base: PreTrainedModel) -> None:
@@ -99,6 +101,57 @@ def test_an_adapter_runs_as_its_merged_weights_do(
     expected = merged(checkpoint.model, pairs)(IDS).logits
     assert (expected - checkpoint.model(IDS).logits).abs().max() > 0.1
     assert_close(y, expected)
+
+
+@pytest.mark.parametrize("layout", ["shared_outer", "stacked"])
+def test_in_every_architecture_each_module_alone_runs_as_merged(
+    any_checkpoint: Checkpoint, layout: ExpertLayout
+) -> None:
+    checkpoint = any_checkpoint
+    model = load_base(checkpoint.config.to_dict(), checkpoint.tensors.items())
+    pool = attach(model, slots=1, max_rank=4, expert_layout=layout)
+    bare, slots = checkpoint.model(IDS).logits, torch.zeros(IDS.numel(), dtype=torch.long)
+    assert_close(model(IDS).logits, bare)
+    for module in pool.modules:
+        pairs = [(m, 5 * a, b, s) for m, a, b, s in random_pairs(pool, 3, 2, module.__eq__)]
+        pool.write(0, pairs)
+        with pool.using(slots):
+            y = model(IDS).logits
+        expected = merged(checkpoint.model, pairs)(IDS).logits
+        assert (expected - bare).abs().max() > 1e-3, f"{module} is not heard"
+        assert_close(y, expected)
+
+
+def test_in_every_architecture_all_linears_but_routers_gates_and_indexers_are_adapted(
+    any_checkpoint: Checkpoint,
+) -> None:
+    model = load_base(any_checkpoint.config.to_dict(), any_checkpoint.tensors.items())
+    attach(model, slots=1, max_rank=1)
+    left = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and not name.endswith(".base") and name != "lm_head.base"
+    }
+    assert left <= {"shared_expert_gate", "wq_b", "wk", "weights_proj"}
+
+
+def test_the_head_may_see_some_rows_only(checkpoint: Checkpoint, base: PreTrainedModel) -> None:
+    pool = attach(base, slots=2, max_rank=4)
+    head = random_pairs(pool, 4, 1, "lm_head".__eq__)
+    pool.write(1, head)
+    rows = torch.tensor([3, LENGTH - 1])
+    slots = torch.full((LENGTH,), -1)
+    slots[-1] = 1
+    with pool.using(slots, head_rows=rows):
+        y = base(IDS[:1], logits_to_keep=rows).logits[0]
+    assert_close(y[0], checkpoint.model(IDS[:1]).logits[0, 3])
+    assert_close(y[1], merged(checkpoint.model, head)(IDS[:1]).logits[0, -1])
+
+
+def test_a_tied_head_is_not_adapted(checkpoint: Checkpoint) -> None:
+    tensors = {k: v for k, v in checkpoint.tensors.items() if k != "lm_head.weight"}
+    model = load_base(checkpoint.config.to_dict() | {"tie_word_embeddings": True}, tensors.items())
+    assert "lm_head" not in attach(model, slots=1, max_rank=1).modules
 
 
 def test_each_row_of_a_batch_runs_its_own_adapter(checkpoint: Checkpoint, base: PreTrainedModel) -> None:
@@ -149,7 +202,7 @@ def test_nbytes_counts_every_factor_once(base: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("pair", "message"),
     [
-        (("lm_head", (2, 32), (64, 2)), "lm_head: not a module of this base that can be adapted"),
+        ((ROUTER, (2, 32), (6, 2)), f"{ROUTER}: not a module of this base that can be adapted"),
         ((QUERY, (5, 32), (32, 5)), f"{QUERY}: rank 5 is over this server's limit of 4"),
         ((QUERY, (2, 31), (32, 2)), f"{QUERY}: lora_A is [2, 31], expected [r, 32]"),
         ((QUERY, (2, 32), (32, 3)), f"{QUERY}: lora_B is [32, 3], expected [32, r]"),

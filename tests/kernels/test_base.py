@@ -1,6 +1,7 @@
 """`load_base` against transformers' own loading, and what it says of checkpoints that do not fit."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,6 +84,49 @@ def test_tied_embeddings_need_no_lm_head(checkpoint: Checkpoint) -> None:
     head = model.get_submodule("lm_head").weight
     assert isinstance(head, Tensor)
     assert torch.equal(head, tensors["model.embed_tokens.weight"])
+
+
+def test_every_architecture_is_filled_whole(any_checkpoint: Checkpoint) -> None:
+    """Linears and experts in block FP8 where it applies; what is not FP8 is taken as it is, bf16 too."""
+    tensors = {
+        name: tensor.bfloat16() if name.endswith("norm.weight") else tensor
+        for name, tensor in quantized(any_checkpoint.tensors).items()
+    }
+    ours = load_base(fp8_config(any_checkpoint.config), tensors.items()).state_dict()
+    wanted = load_base(any_checkpoint.config.to_dict(), dequantized(tensors).items()).state_dict()
+    assert ours.keys() == wanted.keys() == any_checkpoint.model.state_dict().keys()
+    assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
+    assert all(torch.isfinite(tensor).all() for tensor in ours.values())
+
+
+def test_banks_may_be_3d_on_disk(any_checkpoint: Checkpoint) -> None:
+    model = load_base(any_checkpoint.config.to_dict(), any_checkpoint.model.state_dict().items())
+    assert torch.equal(model(IDS).logits, any_checkpoint.model(IDS).logits)
+
+
+def test_the_text_model_of_a_composite_checkpoint_is_taken(
+    make_checkpoint: Callable[[str], Checkpoint],
+) -> None:
+    text = make_checkpoint("qwen3_5_moe_text")
+    config = {
+        "model_type": "qwen3_5_moe",
+        "tie_word_embeddings": False,
+        "text_config": text.config.to_dict(),
+        "vision_config": {"model_type": "qwen3_5_moe_vision"},
+    }
+    tensors = {k.replace("model.", "model.language_model.", 1): v for k, v in text.tensors.items()}
+    tensors |= {"model.visual.blocks.0.norm1.weight": torch.ones(2), "mtp.norm.weight": torch.ones(2)}
+    assert torch.equal(load_base(config, tensors.items())(IDS).logits, text.model(IDS).logits)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(
+    make_checkpoint: Callable[[str], Checkpoint],
+) -> None:
+    glm = make_checkpoint("glm_moe_dsa")
+    tensors = glm.tensors | {"model.layers.4.eh_proj.weight": torch.ones(2)}
+    assert torch.equal(load_base(glm.config.to_dict(), tensors.items())(IDS).logits, glm.model(IDS).logits)
+    with pytest.raises(ValueError, match=r"model\.layers\.5\.eh_proj\.weight: not a tensor of this model"):
+        load_base(glm.config.to_dict(), [*glm.tensors.items(), ("model.layers.5.eh_proj.weight", IDS)])
 
 
 def test_every_misfit_is_named(checkpoint: Checkpoint) -> None:
