@@ -49,7 +49,16 @@ async def list_versions(name: str, service: UsedService) -> VersionList:
     return VersionList(data=[_version(service, version) for version in versions])
 
 
-@router.post("/{name}/versions", status_code=201)
+@router.post(
+    "/{name}/versions",
+    status_code=201,
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
 async def push_version(
     name: str,
     request: Request,

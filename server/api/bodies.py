@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from anyio import to_thread
 from fastapi import Request
@@ -29,6 +29,24 @@ async def read_json(request: Request, model: type[Model], limit: int) -> Model:
         return model.model_validate_json(bytes(body))
     except ValidationError as error:
         raise invalid_fields(error.errors(include_url=False, include_context=False)) from None
+
+
+def described(model: type[BaseModel]) -> dict[str, Any]:
+    """What /docs shows of a body that `read_json` reads, since FastAPI does not read it."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inlined(part: Any) -> Any:
+        if isinstance(part, list):
+            return [inlined(item) for item in part]
+        if not isinstance(part, dict):
+            return part
+        if reference := part.get("$ref"):
+            return inlined(definitions[reference.rpartition("/")[2]])
+        return {name: inlined(item) for name, item in part.items()}
+
+    content = {"application/json": {"schema": inlined(schema)}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 async def receive_file(request: Request, file: Path, digest: AdapterDigest, limit: int) -> None:

@@ -10,7 +10,7 @@ from ..catalog import BASE, Version
 from ..engines.protocol import Call, Lane
 from ..errors import LanewiseError
 from ..service import Service
-from .bodies import read_json
+from .bodies import described, read_json
 from .dependencies import UsedService
 from .schemas import ChatRequest, CompletionRequest, ModelCard, ModelList, Provenance
 from .streams import EventStream, unless_gone
@@ -18,13 +18,13 @@ from .streams import EventStream, unless_gone
 router = APIRouter(prefix="/v1", tags=["openai"])
 
 
-@router.post("/chat/completions")
+@router.post("/chat/completions", openapi_extra=described(ChatRequest))
 async def chat_completions(request: Request, service: UsedService) -> Response:
     body = await read_json(request, ChatRequest, service.settings.max_json_bytes)
     return await _answer(request, service, body, "chat.completions")
 
 
-@router.post("/completions")
+@router.post("/completions", openapi_extra=described(CompletionRequest))
 async def completions(request: Request, service: UsedService) -> Response:
     body = await read_json(request, CompletionRequest, service.settings.max_json_bytes)
     return await _answer(request, service, body, "completions")

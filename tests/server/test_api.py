@@ -263,3 +263,13 @@ def test_metrics_count_what_happened(server: Any, factors: Any) -> None:
     assert 'lanewise_activations_total{adapter="argon"} 1.0' in text
     assert "lanewise_lanes_loaded 1.0" in text
     assert "lanewise_requests_running 0.0" in text
+
+
+def test_docs_describe_the_bodies(server: Any) -> None:
+    paths = server.http.get("/openapi.json").json()["paths"]
+    chat = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"model", "messages"} <= set(chat["required"])
+    assert "content" in chat["properties"]["messages"]["items"]["properties"]
+    assert "$ref" not in str(chat)
+    assert "application/octet-stream" in str(paths["/v1/adapters/{name}/versions"]["post"]["requestBody"])
+    assert server.http.get("/docs").status_code == 200
