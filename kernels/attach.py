@@ -238,9 +238,8 @@ def attach(
     """Replace the adaptable modules of a transformers model, in place, and return their pool of S slots.
 
     Adaptable are the linears named in `ADAPTABLE_LINEARS` and every bank of gated experts (3-D `gate_up_proj`
-    [E, 2I, H] and `down_proj` [E, H, I]); routers, a sparse attention's indexer and an lm_head that is tied to
-    the embedding are not. Factors are kept in the weights' dtype. Raises ValueError for experts of another
-    form.
+    [E, 2I, H] and `down_proj` [E, H, I]); routers, a sparse attention's indexer and an lm_head tied to the
+    embedding are not. Factors are kept in the weights' dtype. Raises ValueError for experts of another form.
     """
     pool = LanePool(slots, max_rank)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -1,9 +1,9 @@
 """The frozen base: transformers' own model class, filled from the tensors of a Hugging Face checkpoint.
 
 Checkpoints keep experts as 2-D weights, one per expert and projection, or each bank as two 3-D ones;
-transformers 5 has two 3-D parameters. Of a checkpoint that also sees images, the text model is taken. Block-FP8
-weights are dequantised here, so y = dequant(W)·x with x never quantised: the oracle that faster paths are
-compared with.
+transformers 5 has two 3-D parameters. Of a checkpoint that also sees images, the text model is taken.
+Block-FP8 weights are dequantised here, so y = dequant(W)·x with x never quantised: the oracle that faster
+paths are compared with.
 """
 
 import re
@@ -30,9 +30,9 @@ def load_base(
     """Build the model that `config` (a checkpoint's config.json) describes and fill it with `tensors`.
 
     An FP8 `X.weight` and its `X.weight_scale_inv` may come in either order. Tensors of a vision tower and of
-    multi-token prediction are left out: answers are made from text, one token at a time. The model is frozen, in
-    eval mode and in `dtype`. Raises ValueError naming every tensor that is missing, unknown, of a wrong shape
-    or without its scale.
+    multi-token prediction are left out: answers are made from text, one token at a time. The model is frozen,
+    in eval mode and in `dtype`. Raises ValueError naming every tensor that is missing, unknown, of a wrong
+    shape or without its scale.
     """
     model = _empty_model(config, dtype, device)
     places = _places(model)
