@@ -12,6 +12,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,12 @@ def draw_batch(shape: MoeShape, tokens: int, seed: int, skew: bool = False) -> B
     return Batch(x, scores.topk(shape.top_k, 1).indices.int(), weights / weights.sum(1, keepdim=True))
 
 
+def draw_batches(shape: MoeShape, tokens: int, ring: int, seed: int = 1000) -> list[Batch]:
+    """One batch per pass of a layer; small ones go round the ring often, each time to other experts."""
+    rounds = 8 if tokens <= 8 else 2 if tokens <= 128 else 1
+    return [draw_batch(shape, tokens, seed + i) for i in range(ring * rounds)]
+
+
 def slots_of(tokens: int, adapters: int) -> Tensor:
     """Decode: adapters take turns; prefill: each has a run of tokens, as sequences do."""
     turn = torch.arange(tokens, device="cuda")
@@ -132,27 +139,25 @@ class Captured:
         chosen = plan or plan_for(shape, tokens, self.space.device_name, variant.deterministic)
         self.plan = replace(chosen, pdl=chosen.pdl and variant.pdl)
         self.layers, self.batches = layers, batches
-        self.repeats = 8 if tokens <= 8 else 2 if tokens <= 128 else 1
         self.slots = None if variant.adapters is None else slots_of(tokens, variant.adapters)
         self.out = torch.empty_like(batches[0].x)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._run(1)
+            self._run(batches[: len(layers)])
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=stream):
-            self._run(self.repeats)
+            self._run(batches)
         torch.cuda.synchronize()
 
-    def _run(self, repeats: int) -> None:
-        for _ in range(repeats):
-            for layer, batch in zip(self.layers, self.batches, strict=True):
-                factors = None if self.slots is None else layer.factors
-                moe_layer(
-                    batch.x, batch.experts, batch.weights, layer.bank, factors, self.slots,
-                    self.space, self.out, self.plan,
-                )  # fmt: skip
+    def _run(self, batches: Sequence[Batch]) -> None:
+        for layer, batch in zip(cycle(self.layers), batches, strict=False):
+            factors = None if self.slots is None else layer.factors
+            moe_layer(
+                batch.x, batch.experts, batch.weights, layer.bank, factors, self.slots,
+                self.space, self.out, self.plan,
+            )  # fmt: skip
 
     def time(self) -> float:
         """µs per layer of one replay."""
@@ -161,7 +166,7 @@ class Captured:
         self.graph.replay()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3 / (self.repeats * len(self.layers))
+        return start.elapsed_time(end) * 1e3 / len(self.batches)
 
     def kernels(self) -> list[tuple[str, float]]:
         """(kernel, median µs) of one layer, in order, as the profiler sees them."""
@@ -172,7 +177,7 @@ class Captured:
             torch.cuda.synchronize()
         events: list[Any] = [e for e in seen.events() or [] if e.name.endswith("_kernel")]
         events.sort(key=_start)
-        per_layer = len(events) // (self.repeats * len(self.layers))
+        per_layer = len(events) // len(self.batches)
         return [
             (events[i].name, statistics.median(e.time_range.elapsed_us() for e in events[i::per_layer]))
             for i in range(per_layer)
@@ -213,7 +218,7 @@ def measure_case(
 ) -> list[Row]:
     """All variants of one shape and batch size. `best`: what SGLang took for the same cases."""
     shape = SHAPES[name]
-    batches = [draw_batch(shape, tokens, 1000 + i) for i in range(len(layers))]
+    batches = draw_batches(shape, tokens, len(layers))
     wanted = [v for v in variants if (v.adapters or 0) <= max(1, tokens // 2)]
     captured = {v.name: Captured(shape, layers, batches, v) for v in wanted}
     times = interleaved(captured)

@@ -16,11 +16,12 @@ import statistics
 import types
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
-from moe_layer import RING, SHAPES, TOKENS, Batch, Layer, draw_batch, draw_layer, slots_of
+from moe_layer import RING, SHAPES, TOKENS, Batch, Layer, draw_batches, draw_layer, slots_of
 from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo, fused_experts_none_to_triton
 from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
@@ -121,14 +122,14 @@ def median_time(run: Run, layers: Sequence[Layer], batches: Sequence[Batch], rou
     with model_capture_mode():
         with torch.cuda.stream(stream):
             for _ in range(2):
-                for layer, batch in zip(layers, batches, strict=True):
+                for layer, batch in zip(layers, batches, strict=False):
                     run(layer, batch)
         torch.cuda.synchronize()
         if workspace is not None:  # the token route is built once per forward, so also inside the graph
             workspace.routes.clear()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            kept = [run(layer, batch) for layer, batch in zip(layers, batches, strict=True)]
+            kept = [run(layer, batch) for layer, batch in zip(cycle(layers), batches, strict=False)]
         if workspace is not None:
             workspace.routes.clear()
     times: list[float] = []
@@ -168,7 +169,7 @@ def main() -> None:
         shape = SHAPES[name]
         layers = [draw_layer(shape, 100 + i) for i in range(arguments.ring)]
         for tokens in map(int, arguments.tokens.split(",")):
-            batches = [draw_batch(shape, tokens, 1000 + i) for i in range(len(layers))]
+            batches = draw_batches(shape, tokens, len(layers))
             for path, adapters, run in paths(shape, tokens):
                 micros = median_time(run, layers, batches)
                 row = {

@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from moe_layer import SHAPES, TOKENS, Batch, Captured, Layer, Variant, draw_batch, draw_layer
+from moe_layer import SHAPES, TOKENS, Batch, Captured, Layer, Variant, draw_batches, draw_layer
 
 from lanewise.kernels.moe_plan import TUNED, GemmTile, MoeShape, Plan, default_plan
 
@@ -45,7 +45,7 @@ def questions(shape: MoeShape, tokens: int) -> Iterator[Question]:
     yield Question(list(_activations(shape, tokens)), ADAPTERS)
     wide = min(2 * shape.rank, 64)
     if tokens <= 256:
-        splits = (2, 4, 8) if tokens <= 8 else (1, 2, 4)
+        splits = (2, 4) if tokens <= 8 else (1, 2)
         yield Question(
             [{"shrink_splits": s, "shrink_columns": c} for s in splits for c in (16, 32)], ADAPTERS
         )
@@ -74,15 +74,12 @@ def questions(shape: MoeShape, tokens: int) -> Iterator[Question]:
 def _gemms(tokens: int, first: bool = False) -> Iterator[tuple[int, GemmTile]]:
     if tokens <= 256:
         splits = (1,) if not first or tokens > 8 else (4, 8) if tokens == 1 else (1, 2)
-        for columns, stages, split in product((64, 128), (3, 4, 5), splits):
+        for (columns, stages), split in product(((128, 3), (128, 4), (128, 5), (64, 3), (64, 5)), splits):
             yield 16, GemmTile(columns, 4, stages, splits=split)
         return
-    for rows in (16, 32, 64) if tokens <= 1024 else (64, 128):
-        for columns, warps, stages in ((128, 4, 2), (128, 4, 3), (128, 4, 4), (128, 8, 3), (256, 8, 3)):
-            if rows < 128 or warps == 8:
-                yield rows, GemmTile(columns, warps, stages, weights_first=rows < 64)
-        if rows == 64:
-            yield rows, GemmTile(128, 4, 3, weights_first=True)
+    tiles = ((128, 4, 2), (128, 4, 3), (128, 4, 4), (128, 8, 3))
+    for rows in (32, 64) if tokens <= 1024 else (64,):
+        yield from ((rows, GemmTile(*tile, weights_first=rows < 64)) for tile in tiles)
 
 
 def _activations(shape: MoeShape, tokens: int) -> Iterator[dict[str, Any]]:
@@ -91,13 +88,18 @@ def _activations(shape: MoeShape, tokens: int) -> Iterator[dict[str, Any]]:
         for warps in (few, 2 * few):
             yield {"activation": "pairs", "activation_warps": warps}
     if tokens > 256:
-        for step, rows, warps, stages in (
-            (16, 16, 4, 1), (16, 32, 4, 1), (16, 64, 4, 1), (16, 64, 4, 2), (16, 128, 4, 1), (16, 64, 2, 1),
-            (32, 32, 4, 1), (32, 64, 4, 1), (32, 64, 8, 1), (16, 16, 2, 1),
-        ):  # fmt: skip
+        sizes = (
+            (16, 16, 4, 1),
+            (16, 64, 4, 1),
+            (16, 64, 4, 2),
+            (16, 32, 2, 1),
+            (32, 64, 4, 1),
+            (32, 64, 8, 1),
+        )
+        for (step, rows, warps, stages), programs in product(sizes, (132, 264, 528)):
             yield {
                 "activation": "tiles", "lane_step": step, "lane_rows": rows, "activation_warps": warps,
-                "lane_stages": stages,
+                "lane_stages": stages, "lane_programs": programs,
             }  # fmt: skip
 
 
@@ -114,7 +116,7 @@ def time_of(
 
 def tune(shape: MoeShape, tokens: int, layers: Sequence[Layer]) -> Plan:
     """The best plan found for one batch size."""
-    batches = [draw_batch(shape, tokens, 2000 + i) for i in range(len(layers))]
+    batches = draw_batches(shape, tokens, len(layers), seed=2000)
     plan = default_plan(shape, tokens)
     for question in questions(shape, tokens):
         best = time_of(plan, shape, layers, batches, question.asked_of)
@@ -160,8 +162,8 @@ def compile_share(share: int, shares: int, names: Sequence[str], tokens: Sequenc
         shape = SHAPES[name]
         if held is None or held[0] != name:
             held = None
-            held = (name, draw_layer(replace(shape, slots=1), 1))
-        batches = [draw_batch(shape, t, 1)]
+            held = (name, draw_layer(shape, 1))
+        batches = draw_batches(shape, t, 1)[:1]
         try:
             Captured(shape, [held[1]], batches, variant, replace(default_plan(shape, t), **answer))
         except Exception as refused:  # noqa: BLE001 - reported again when it is measured

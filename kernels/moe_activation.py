@@ -20,8 +20,21 @@ from .moe_route import BLOCK, quantize, read_tile, start_after_predecessor
 
 
 @triton.jit
-def _swiglu(g: tl.tensor, v: tl.tensor):
-    """silu(g) ⊙ v."""
+def _swiglu(g: tl.tensor, v: tl.tensor, FAST: tl.constexpr):
+    """silu(g) ⊙ v. FAST: the chip's own exp2 and reciprocal, 4 instructions where a division takes 12."""
+    if FAST:
+        sigmoid = tl.inline_asm_elementwise(
+            """{ .reg .f32 t;
+            ex2.approx.ftz.f32 t, $1;
+            add.f32 t, t, 0f3f800000;
+            rcp.approx.ftz.f32 $0, t; }""",
+            "=f,f",
+            [g * -1.4426950408889634],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        return g * sigmoid * v
     return g / (1.0 + tl.exp(-g)) * v
 
 
@@ -46,6 +59,7 @@ def activate_base_kernel(
     SPLITS: tl.constexpr,
     COUNTERS: tl.constexpr,
     QUANT: tl.constexpr,
+    FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """h = silu(g) ⊙ v for a batch of base rows: gate_up [SPLITS, P, 2I] → h [P, I], scales [P, I/128]."""
@@ -61,7 +75,7 @@ def activate_base_kernel(
     for split in tl.static_range(1, SPLITS):
         g += tl.load(g_ptrs + split * (pairs * 2 * I), mask=inside, other=0.0)
         v += tl.load(g_ptrs + split * (pairs * 2 * I) + I, mask=inside, other=0.0)
-    h = _swiglu(g, v)
+    h = _swiglu(g, v, FAST)
     at = row[:, None] * I + column[None, :]
     if QUANT:
         q, scale = quantize(h, 1, h_ptr.dtype.element_ty)
@@ -96,6 +110,7 @@ def activate_pairs_kernel(
     RIDER_SPLITS: tl.constexpr,
     COUNTERS: tl.constexpr,
     QUANT: tl.constexpr,
+    FAST: tl.constexpr,
     DIRECT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -136,7 +151,7 @@ def activate_pairs_kernel(
         uv += tl.load(u_ptrs + split * (tokens * 2 * R) + R, mask=live, other=0.0)
     g += tl.sum(bg.to(tl.float32) * ug[None, :], 1)
     v += tl.sum(bv.to(tl.float32) * uv[None, :], 1)
-    h = _swiglu(g, v)
+    h = _swiglu(g, v, FAST)
     if QUANT:
         q, scale = quantize(h, 0, h_ptr.dtype.element_ty)
         tl.store(h_ptr + position * I + column, q)
@@ -171,30 +186,30 @@ def activate_tiles_kernel(
     RIDER_SPLITS: tl.constexpr,
     COUNTERS: tl.constexpr,
     QUANT: tl.constexpr,
+    FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of pairs of one (expert, slot) and 128 columns of h per program, ROWS pairs at a time.
+    """Tiles of pairs of one (expert, slot) and 128 columns of h, ROWS pairs at a time.
 
     Shapes as in `activate_pairs_kernel`, with one split of gate_up; `tiles` lists buckets
-    expert·LANES + slot + 1. Grid (tiles at most, I/128). The factors are read once per tile.
+    expert·LANES + slot + 1. Grid (any number of programs, I/128): programs take tiles in turn, for how many
+    there are is known on the device only. The factors are read once per tile.
     """
     start_after_predecessor(PDL)
     _clear(counts_ptr, COUNTERS)
-    tile = tl.program_id(0)
     block = tl.program_id(1)
-    if tile < tl.load(tiles_ptr):
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.arange(0, RANK)
+    for tile in tl.range(tl.program_id(0), tl.load(tiles_ptr), tl.num_programs(0)):
         bucket, first, end = read_tile(tiles_ptr, tile)
-        expert = bucket // LANES
         slot = bucket % LANES - 1
         adapted = slot >= 0
-        bank = tl.maximum(slot, 0).to(tl.int64) * E + expert
-        column = block * BLOCK + tl.arange(0, BLOCK)
-        rank = tl.arange(0, RANK)
-        b_ptrs = b13_ptr + bank * (2 * I * R) + column[None, :] * R + rank[:, None]
-        a_ptrs = a2_ptr + bank * (R * I) + rank[None, :] * I + column[:, None]
+        bank = tl.maximum(slot, 0).to(tl.int64) * E + bucket // LANES
         live = rank < tl.where(adapted, R, 0)
+        b_ptrs = b13_ptr + bank * (2 * I * R) + column[None, :] * R + rank[:, None]
         bg = tl.load(b_ptrs, mask=live[:, None], other=0.0)
         bv = tl.load(b_ptrs + I * R, mask=live[:, None], other=0.0)
+        a_ptrs = a2_ptr + bank * (R * I) + rank[None, :] * I + column[:, None]
         a2 = tl.load(a_ptrs, mask=live[None, :], other=0.0)
         for start in tl.range(first, end, ROWS):
             valid = start + tl.arange(0, ROWS) < end
@@ -211,7 +226,7 @@ def activate_tiles_kernel(
                 uv += tl.load(u_ptrs + split * (tokens * 2 * R) + R, mask=live[None, :], other=0.0)
             g += tl.dot(ug.to(bg.dtype), bg)
             v += tl.dot(uv.to(bg.dtype), bv)
-            h = _swiglu(g, v)
+            h = _swiglu(g, v, FAST)
             at = row[:, None] * I + column[None, :]
             if QUANT:
                 q, scale = quantize(h, 1, h_ptr.dtype.element_ty)

@@ -26,6 +26,7 @@ MIX_ROWS = 16  # tokens of one slot per rider of the down GEMM and per program o
 _LARGE_SORT = 2048  # pairs from which one program is too slow a sorter
 _PAIR_CHUNK = 512
 _BUCKET_CHUNK = 4096
+_COMPILED = not triton.knobs.runtime.interpret  # Triton's interpreter has no inline assembly
 _MAX_SPLITS = 8
 _TOKEN_CELLS = 4096  # tokens × slots that one program counts at once
 
@@ -143,6 +144,7 @@ class _Call:
             assert len(self.factors.scale) <= shape.slots, "more slots than the workspace can sort"
             assert self.slots.shape == (tokens,), "one slot per token"
         self.plan = self.chosen or plan_for(shape, tokens, space.device_name, space.deterministic)
+        assert max(self.plan.gate_up.columns, self.plan.down.columns) <= BLOCK, "one scale per GEMM tile"
         assert tokens <= DIRECT_TOKENS or not self.plan.direct, "a direct batch fits one tile of tokens"
         assert self.plan.direct or self.plan.gate_up.splits == 1, "only a direct batch is split over K"
         assert max(self.plan.gate_up.splits, self.plan.shrink_splits) <= _MAX_SPLITS
@@ -274,7 +276,10 @@ class _Call:
         """h = silu(g + …) ⊙ (v + …) with B13's delta, and A2's part of the down side."""
         space, plan, shape, factors = self.space, self.plan, self.space.shape, self.factors
         blocks = shape.inner // BLOCK
-        common = {"I": shape.inner, "COUNTERS": self.counters, "QUANT": self.quant, "PDL": plan.pdl}
+        common = {
+            "I": shape.inner, "COUNTERS": self.counters, "QUANT": self.quant, "FAST": _COMPILED,
+            "PDL": plan.pdl,
+        }  # fmt: skip
         if factors is None:
             rows = min(plan.base_rows, triton.next_power_of_2(self.pairs))
             activate_base_kernel[(triton.cdiv(self.pairs, rows), blocks)](
@@ -295,8 +300,7 @@ class _Call:
                 **self.options(plan.activation_warps),
             )  # fmt: skip
             return
-        lane_tiles = min(self.pairs, self.buckets + triton.cdiv(self.pairs, plan.lane_rows))
-        activate_tiles_kernel[(lane_tiles, blocks)](
+        activate_tiles_kernel[(min(self.pairs, plan.lane_programs), blocks)](
             self.gate_up_out, space.h, space.h_scale, self.u, factors.b13, factors.a2, space.low_parts,
             self.weights, space.order, space.lane_tiles, space.counts, self.tokens,
             LANES=self.lanes, ROWS=plan.lane_step, **common,

@@ -44,7 +44,8 @@ class Plan:
 
     direct: no sorting; every pair is a tile of its own and x is rounded inside the GEMM.
     rows: pairs of one expert per GEMM tile. activation: which kernel of `moe_activation.py`; for "tiles",
-    lane_rows pairs of one (expert, slot) per program, lane_step at a time; base_rows for base-only batches.
+    lane_rows pairs of one (expert, slot) per tile, lane_step at a time, lane_programs programs for each 128
+    columns; base_rows for base-only batches.
     shrink_*: the riders for u. expand_columns: the riders for B2, or 0 to leave B2 to the combine kernel.
     """
 
@@ -61,6 +62,7 @@ class Plan:
     lane_rows: int = 64
     lane_step: int = 16
     lane_stages: int = 1
+    lane_programs: int = 264
     base_rows: int = 8
     base_warps: int = 4
     expand_columns: int = 128

@@ -126,6 +126,29 @@ def _list_tiles(
 
 
 @triton.jit
+def _list_long_runs(counts_ptr: tl.tensor, tiles_ptr: tl.tensor, HEIGHT: tl.constexpr, BUCKETS: tl.constexpr):
+    """`_list_tiles` for few buckets of many tiles: 64 tiles at a time, each looking for its bucket."""
+    buckets = tl.arange(0, BUCKETS)[None, :]
+    count = tl.load(counts_ptr + buckets, cache_modifier=".cg")
+    end = tl.cumsum(count, 1)
+    tiles = (count + HEIGHT - 1) // HEIGHT
+    end_tile = tl.cumsum(tiles, 1)
+    total = tl.sum(tiles)
+    for first in tl.range(0, total, 64):
+        tile = first + tl.arange(0, 64)
+        before = end_tile <= tile[:, None]
+        bucket = tl.sum(before.to(tl.int32), 1)
+        nth = tile - tl.sum(tl.where(before, tiles, 0), 1)
+        start = tl.sum(tl.where(before, count, 0), 1) + nth * HEIGHT
+        limit = tl.sum(tl.where(buckets == bucket[:, None], end, 0), 1)
+        entry = tiles_ptr + (1 + tile) * 4
+        tl.store(entry, bucket, mask=tile < total)
+        tl.store(entry + 1, start, mask=tile < total)
+        tl.store(entry + 2, tl.minimum(start + HEIGHT, limit), mask=tile < total)
+    tl.store(tiles_ptr, total)
+
+
+@triton.jit
 def _place(
     experts_ptr: tl.tensor,
     slots_ptr: tl.tensor,
@@ -183,8 +206,8 @@ def _order_tokens(
 ):
     """Place all counted tokens by slot, and cut them into tiles of either height."""
     _sum_counts(counts_ptr, starts_ptr, BUCKETS, BUCKETS)
-    _list_tiles(counts_ptr, token_tiles_ptr, 0, 1, TOKEN_ROWS, BUCKETS, BUCKETS, 1)
-    _list_tiles(counts_ptr, mix_tiles_ptr, 0, 1, MIX_ROWS, BUCKETS, BUCKETS, 1)
+    _list_long_runs(counts_ptr, token_tiles_ptr, TOKEN_ROWS, BUCKETS)
+    _list_long_runs(counts_ptr, mix_tiles_ptr, MIX_ROWS, BUCKETS)
     tl.debug_barrier()
     for start in tl.range(0, tokens, 1024):
         token = start + tl.arange(0, 1024)
