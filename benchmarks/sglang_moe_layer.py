@@ -3,7 +3,7 @@
     python benchmarks/sglang_moe_layer.py OUT.json [--shapes Q,G] [--tokens 1,8,…]
 
 Needs SGLang and our packages on the path. Kernel tiles are what SGLang picks; SGLANG_MOE_CONFIG_DIR gives it
-others. `lora_triton` needs SGLang 0.5.23 or newer; older ones are timed without an adapter only.
+others. `lora_triton` needs SGLang 0.5.23 or newer: `--base-only` for older ones.
 """
 
 # SGLang is no dependency of ours, and its internals are not typed.
@@ -15,7 +15,6 @@ import json
 import statistics
 import types
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -143,9 +142,9 @@ def median_time(run: Run, layers: Sequence[Layer], batches: Sequence[Batch], rou
     return statistics.median(times[3:])
 
 
-def paths(shape: MoeShape, tokens: int) -> Iterator[tuple[str, int, Run]]:
+def paths(shape: MoeShape, tokens: int, base_only: bool) -> Iterator[tuple[str, int, Run]]:
     yield "base", 0, base(shape)
-    if find_spec("sglang.srt.lora.moe.plan") is None:
+    if base_only:
         return
     for adapters in (1, 8) if tokens > 1 else (1,):
         slots = slots_of(tokens, adapters)
@@ -161,6 +160,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--ring", type=int, default=RING)
+    parser.add_argument("--base-only", action="store_true")
     parser.add_argument("--version", required=True, help="of SGLang, for the record")
     arguments = parser.parse_args()
     alone()
@@ -170,7 +170,7 @@ def main() -> None:
         layers = [draw_layer(shape, 100 + i) for i in range(arguments.ring)]
         for tokens in map(int, arguments.tokens.split(",")):
             batches = draw_batches(shape, tokens, len(layers))
-            for path, adapters, run in paths(shape, tokens):
+            for path, adapters, run in paths(shape, tokens, arguments.base_only):
                 micros = median_time(run, layers, batches)
                 row = {
                     "version": arguments.version, "shape": name, "tokens": tokens, "path": path,
