@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from lanewise.kernels.attach import LanePool
 
 from ..errors import EngineFailure
-from .kv import KvCache, Span, StepAttention
 from .sampling import Pick, Row, sample
+from .seats import Seats, Span, Step
 from .text import ChoiceText, Finish, Piece
 
 
@@ -32,7 +32,7 @@ class Choice:
     limit: int  # most tokens to answer with
     ends: frozenset[int]  # tokens that end the answer and are not part of it
     answer: list[int] = field(default_factory=list[int])
-    computed: int = 0  # tokens whose keys and values are in the cache
+    computed: int = 0  # tokens that the layers remember
     seat: int | None = None
 
     @property
@@ -72,11 +72,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, model: PreTrainedModel, pool: LanePool, cache: KvCache, *, max_running: int, prefill_tokens: int
+        self, model: PreTrainedModel, pool: LanePool, seats: Seats, *, max_running: int, prefill_tokens: int
     ) -> None:
         self._model = model
         self._pool = pool
-        self._cache = cache
+        self._seats = seats
         self._max_running = max_running
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[Choice] = deque()
@@ -117,7 +117,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_running:
             choice = self._waiting.popleft()
-            choice.seat = self._cache.take()
+            choice.seat = self._seats.take()
             self._running.append(choice)
 
     def _plan(self) -> _Batch:
@@ -135,7 +135,7 @@ class Scheduler:
 
     def _forward(self, batch: _Batch) -> tuple[list[Choice], Tensor]:
         """The choices whose every token is computed now, and the logits [R, V] of what follows."""
-        step = StepAttention(self._cache, batch.spans[: batch.decode], batch.spans[batch.decode :])
+        step = Step(self._seats, batch.spans[: batch.decode], batch.spans[batch.decode :])
         pairs = list(zip(batch.choices, batch.spans, strict=True))
         tokens = self._tensor([t for choice, span in pairs for t in choice.tokens(span.start, span.end)])
         slots = self._tensor([choice.slot for choice, span in pairs for _ in range(span.length)])
@@ -145,11 +145,10 @@ class Scheduler:
             if span.end == choice.length:
                 sampling.append(choice)
                 last_rows.append(row - 1)
-        arguments: dict[str, Any] = {"use_cache": False, "logits_to_keep": self._tensor(last_rows)}
-        with torch.inference_mode(), self._pool.using(slots):
-            output = self._model(
-                input_ids=tokens[None], position_ids=step.positions[None], step=step, **arguments
-            )
+        last = self._tensor(last_rows)
+        arguments: dict[str, Any] = {"use_cache": False, "logits_to_keep": last, "step": step}
+        with torch.inference_mode(), self._pool.using(slots, head_rows=last):
+            output = self._model(input_ids=tokens[None], position_ids=step.positions[None], **arguments)
         for choice, span in pairs:
             choice.computed = span.end
         return sampling, output.logits[0]
@@ -179,11 +178,11 @@ class Scheduler:
 
     def _leave(self, choice: Choice) -> None:
         self._running.remove(choice)
-        self._cache.give_back(_seat(choice))
+        self._seats.give_back(_seat(choice))
         choice.seat = None
 
     def _tensor(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.long, device=self._cache.device)
+        return torch.tensor(numbers, dtype=torch.long, device=self._seats.device)
 
 
 def _seat(choice: Choice) -> int:

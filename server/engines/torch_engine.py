@@ -24,7 +24,6 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -34,12 +33,13 @@ from lanewise.kernels.lora import BASE_SLOT
 from lanewise.loaders import Adapter, BaseCheckpoint, Inventory, UnsupportedBase
 
 from ..errors import EngineFailure, InvalidRequest, LanewiseError, Overloaded, Unavailable, Unprocessable
-from .kv import ATTENTION, KvCache
+from .architectures import check_served, prepare
 from .openai_input import Question, Reader
 from .openai_output import OpenAIStream, whole_body
 from .protocol import Call, Chunk, Lane
 from .sampling import Row
 from .scheduler import Choice, Outcome, Scheduler
+from .seats import Seats
 from .text import ChoiceText, Piece
 
 _log = logging.getLogger(__name__)
@@ -122,9 +122,9 @@ class TorchEngine:
         return alive and self._loaded is not None and self._failed_steps < _MOST_FAILED_STEPS
 
     @property
-    def kv_nbytes(self) -> int:
-        """Memory that running choices' keys and values take now."""
-        return self._ready.cache.nbytes
+    def seats_nbytes(self) -> int:
+        """Memory that the layers take now for what they remember of running choices."""
+        return self._ready.seats.nbytes
 
     async def start(self) -> None:
         assert self._thread is None, "an engine starts once"
@@ -315,28 +315,28 @@ class TorchEngine:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         checkpoint = BaseCheckpoint.open(self._base)
+        check_served(checkpoint.config)
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._base)
             model = load_base(checkpoint.config, checkpoint.tensors(), self._dtype, self._device)
             pool = attach(model, self._max_lanes, self._max_rank, self._expert_layout)
         except (ValueError, OSError) as error:
             raise UnsupportedBase(f"{self._base}: {error}") from error
-        _use_our_attention(model)
         context = checkpoint.inventory.context_length
-        cache = KvCache(
-            model.config,
+        seats = Seats(
+            prepare(model),
             max_seats=self._max_running,
             context_length=context,
             dtype=self._dtype,
             device=self._device,
         )
         scheduler = Scheduler(
-            model, pool, cache, max_running=self._max_running, prefill_tokens=self._prefill_tokens
+            model, pool, seats, max_running=self._max_running, prefill_tokens=self._prefill_tokens
         )
         reader = Reader(tokenizer, model.config.vocab_size, context)
         ends = _end_tokens(self._base, model.config)
         # Two copies, since one reads on worker threads while the other writes on the engine's.
-        return _Loaded(checkpoint, pool, cache, scheduler, reader, copy.deepcopy(tokenizer), ends)
+        return _Loaded(checkpoint, pool, seats, scheduler, reader, copy.deepcopy(tokenizer), ends)
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ class _Loaded:
 
     checkpoint: BaseCheckpoint
     pool: LanePool
-    cache: KvCache
+    seats: Seats
     scheduler: Scheduler
     reader: Reader
     tokenizer: PreTrainedTokenizerBase
@@ -408,12 +408,6 @@ def _choices(question: Question, slot: int, loaded: _Loaded) -> list[Choice]:
         for number, (prompt, limit) in enumerate(zip(question.prompts, question.limits, strict=True))
         for index in range(number * question.choices, (number + 1) * question.choices)
     ]
-
-
-def _use_our_attention(model: PreTrainedModel) -> None:
-    if getattr(model.config, "sliding_window", None) is not None:
-        raise UnsupportedBase("config.json: sliding_window is set; the torch engine attends to everything")
-    model.set_attn_implementation(ATTENTION)
 
 
 def _end_tokens(base: Path, config: PreTrainedConfig) -> frozenset[int]:

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from lanewise.kernels.base import load_base
 from lanewise.kernels.tolerances import assert_close
 from lanewise.loaders import BaseCheckpoint
-from lanewise.server.engines import Call, Chunk, Engine
-from lanewise.server.engines.kv import StepAttention
+from lanewise.server.engines import Call, Chunk, Engine, attention
+from lanewise.server.engines.seats import Step
 from lanewise.server.engines.text import ChoiceText
 from lanewise.server.errors import (
     EngineFailure,
@@ -338,7 +338,7 @@ async def test_completion_fields_refused(
 
 
 def seats_free(engine: Any) -> int:
-    return engine._ready.cache.free_seats
+    return engine._ready.seats.free
 
 
 async def test_full_queue_is_overloaded_and_recovers(start_engine: StartEngine, completion: MakeCall) -> None:
@@ -363,7 +363,7 @@ async def test_closing_a_stream_frees_its_seats(
         for _ in range(read):
             await anext(stream)
         await stream.aclose()
-        await until(lambda: seats_free(engine) == 4 and engine.kv_nbytes == 0)
+        await until(lambda: seats_free(engine) == 4 and engine.seats_nbytes == 0)
         await stream.aclose()
 
 
@@ -383,16 +383,16 @@ async def test_a_failing_forward_ends_every_running_request_and_no_later_one(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    attend, failures = StepAttention.__call__, 1
+    attend, failures = attention.attend, 1
 
-    def failing(self: StepAttention, layer: int, query: Tensor, *rest: Any) -> Tensor:
+    def failing(step: Step, layer: int, query: Tensor, *rest: Any) -> Tensor:
         nonlocal failures
         if failures and query.shape[1] == 3:  # a step of three decode rows
             failures -= 1
             raise RuntimeError("out of memory")
-        return attend(self, layer, query, *rest)
+        return attend(step, layer, query, *rest)
 
-    monkeypatch.setattr(StepAttention, "__call__", failing)
+    monkeypatch.setattr(attention, "attend", failing)
     async with start_engine(max_running=3) as engine:
         calls = [completion("prompt", max_tokens=100) for _ in range(3)]
         ended = await asyncio.gather(*map(engine.complete, calls), return_exceptions=True)
@@ -406,10 +406,10 @@ async def test_a_failing_forward_ends_every_running_request_and_no_later_one(
 async def test_an_engine_that_keeps_failing_says_so(
     start_engine: StartEngine, completion: MakeCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(self: StepAttention, *_: Any) -> Tensor:
+    def failing(*_: Any) -> Tensor:
         raise RuntimeError("broken for good")
 
-    monkeypatch.setattr(StepAttention, "__call__", failing)
+    monkeypatch.setattr(attention, "attend", failing)
     async with start_engine() as engine:
         for _ in range(3):
             with pytest.raises(EngineFailure):
@@ -506,7 +506,7 @@ async def test_requests_leave_threads_and_memory_at_their_level(
             lanes = [None, residents[0].lane, residents[1].lane]
             calls = [completion(f"{round_} {i}", lanes[i % 3], max_tokens=1 + i % 4) for i in range(100)]
             await asyncio.gather(*map(engine.complete, calls))
-        await until(lambda: engine.kv_nbytes == 0)
+        await until(lambda: engine.seats_nbytes == 0)
         assert threading.active_count() <= threads
         assert seats_free(engine) == 32
         assert not engine._answers
