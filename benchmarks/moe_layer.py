@@ -28,6 +28,7 @@ SHAPES = {
     "Q": MoeShape(hidden=2048, inner=512, experts=256, top_k=8, rank=16, slots=8),  # Qwen3.5-35B-A3B
     "G": MoeShape(hidden=6144, inner=256, experts=256, top_k=8, rank=64, slots=8),  # GLM-5.2, a TP8 slice
     "Q3": MoeShape(hidden=2048, inner=768, experts=128, top_k=8, rank=16, slots=8),  # Qwen3-30B-A3B
+    "Q64": MoeShape(hidden=2048, inner=512, experts=256, top_k=8, rank=16, slots=64),
 }
 TOKENS = (1, 8, 32, 128, 512, 4096)
 RING = 6
@@ -57,6 +58,8 @@ VARIANTS = (
     Variant("8 adapters", 8),
     Variant("1 adapter, no PDL", 1, pdl=False),
     Variant("8 adapters, no PDL", 8, pdl=False),
+    Variant("32 adapters", 32),
+    Variant("64 adapters", 64),
     Variant("8 adapters, deterministic", 8, deterministic=True),
 )
 
@@ -97,7 +100,7 @@ def draw_layer(shape: MoeShape, seed: int) -> Layer:
 
 
 def draw_batch(shape: MoeShape, tokens: int, seed: int, skew: bool = False) -> Batch:
-    """Uniform routing, or (skew) half of all pairs at one expert and a quarter of the experts empty."""
+    """Uniform routing, or (skew) every token at expert 0 and a quarter of the experts empty."""
     draw = torch.Generator(device="cuda").manual_seed(seed)
     x = torch.randn(tokens, shape.hidden, generator=draw, device="cuda").bfloat16()
     scores = torch.rand(tokens, shape.experts, generator=draw, device="cuda")
@@ -108,10 +111,12 @@ def draw_batch(shape: MoeShape, tokens: int, seed: int, skew: bool = False) -> B
     return Batch(x, scores.topk(shape.top_k, 1).indices.int(), weights / weights.sum(1, keepdim=True))
 
 
-def draw_batches(shape: MoeShape, tokens: int, ring: int, seed: int = 1000) -> list[Batch]:
+def draw_batches(
+    shape: MoeShape, tokens: int, ring: int, seed: int = 1000, skew: bool = False
+) -> list[Batch]:
     """One batch per pass of a layer; small ones go round the ring often, each time to other experts."""
     rounds = 8 if tokens <= 8 else 2 if tokens <= 128 else 1
-    return [draw_batch(shape, tokens, seed + i) for i in range(ring * rounds)]
+    return [draw_batch(shape, tokens, seed + i, skew) for i in range(ring * rounds)]
 
 
 def slots_of(tokens: int, adapters: int) -> Tensor:
@@ -214,16 +219,17 @@ def copy_bandwidth() -> float:
 
 
 def measure_case(
-    name: str, tokens: int, layers: Sequence[Layer], variants: Sequence[Variant], best: dict[str, float]
+    name: str, tokens: int, layers: Sequence[Layer], best: dict[str, float], skew: bool = False
 ) -> list[Row]:
     """All variants of one shape and batch size. `best`: what SGLang took for the same cases."""
     shape = SHAPES[name]
-    batches = draw_batches(shape, tokens, len(layers))
-    wanted = [v for v in variants if (v.adapters or 0) <= max(1, tokens // 2)]
+    batches = draw_batches(shape, tokens, len(layers), skew=skew)
+    wanted = [v for v in VARIANTS if (v.adapters or 0) <= min(shape.slots, tokens)]
     captured = {v.name: Captured(shape, layers, batches, v) for v in wanted}
     times = interleaved(captured)
     medians = {variant: statistics.median(values) for variant, values in times.items()}
     own = min(v for variant, v in medians.items() if variant.startswith("base"))
+    name = f"{name} skewed" if skew else name
     base = best.get(f"{name} T={tokens}")
     rows: list[Row] = []
     for variant, micros in medians.items():
@@ -260,8 +266,10 @@ def best_of_sglang(files: Sequence[Path]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--shapes", default="Q,G,Q3")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--name", default="moe_layer", help="of the results file")
+    parser.add_argument("--skew", action="store_true", help="one hot expert, a quarter of them empty")
     parser.add_argument("--ring", type=int, default=RING, help="layers in the ring; 1 only compiles quickly")
     parser.add_argument("--sglang", nargs="*", type=Path, default=[])
     arguments = parser.parse_args()
@@ -281,8 +289,8 @@ def main() -> None:
     for name in arguments.shapes.split(","):
         layers = [draw_layer(SHAPES[name], 100 + i) for i in range(arguments.ring)]
         for tokens in map(int, arguments.tokens.split(",")):
-            rows += measure_case(name, tokens, layers, VARIANTS, best)
-            write_rows("moe_layer", rows, command=COMMAND, meaning=MEANING)
+            rows += measure_case(name, tokens, layers, best, arguments.skew)
+            write_rows(arguments.name, rows, command=COMMAND, meaning=MEANING)
         del layers
         torch.cuda.empty_cache()
 

@@ -14,7 +14,8 @@ import argparse
 import json
 import statistics
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,13 @@ from lanewise.kernels.moe_plan import MoeShape
 Run = Callable[[Layer, Batch], Tensor]
 
 
-def alone() -> None:
+@contextmanager
+def alone() -> Generator[None]:
     """SGLang's process state for one GPU, without a server."""
     get_context().override_server_args().install()
-    get_parallel().override(tp_group=types.SimpleNamespace(world_size=1)).__enter__()
     fused_moe.get_tp_group = lambda: None
+    with get_parallel().override(tp_group=types.SimpleNamespace(world_size=1)):
+        yield
 
 
 def dispatch(batch: Batch) -> Any:
@@ -157,13 +160,12 @@ def paths(shape: MoeShape, tokens: int, base_only: bool) -> Iterator[tuple[str, 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--shapes", default="Q,G")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--ring", type=int, default=RING)
     parser.add_argument("--base-only", action="store_true")
     parser.add_argument("--version", required=True, help="of SGLang, for the record")
     arguments = parser.parse_args()
-    alone()
     rows: list[dict[str, Any]] = []
     for name in arguments.shapes.split(","):
         shape = SHAPES[name]
@@ -184,5 +186,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
+    with torch.no_grad(), alone():
         main()

@@ -102,4 +102,9 @@ def lora_experts(
     Shapes: x [T, H], experts [T, k] int (which experts), weights [T, k] (their p), slots [T] int (−1: base
     row) → [T, H] in x's dtype. Without factors the whole batch is base rows.
     """
+    if x.is_cuda:
+        from .moe_dispatch import fused_experts, fused_layer_fits  # Triton, which a CPU does without
+
+        if fused_layer_fits(x, bank, factors):
+            return fused_experts(x, experts, weights, bank, factors, slots)
     return reference.lora_experts(x, experts, weights, bank, factors, slots)

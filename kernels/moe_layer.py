@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 
 from .lora import ExpertFactors, ExpertWeights
 from .moe_activation import activate_base_kernel, activate_pairs_kernel, activate_tiles_kernel
@@ -26,7 +27,7 @@ MIX_ROWS = 16  # tokens of one slot per rider of the down GEMM and per program o
 _LARGE_SORT = 2048  # pairs from which one program is too slow a sorter
 _PAIR_CHUNK = 512
 _BUCKET_CHUNK = 4096
-_COMPILED = not triton.knobs.runtime.interpret  # Triton's interpreter has no inline assembly
+_COMPILED = not knobs.runtime.interpret  # Triton's interpreter has no inline assembly
 _MAX_SPLITS = 8
 _TOKEN_CELLS = 4096  # tokens × slots that one program counts at once
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lanewise.kernels import moe_layer as layer
 from lanewise.kernels import reference
 from lanewise.kernels.fp8 import quantize_blocks
-from lanewise.kernels.lora import ExpertFactors, ExpertWeights
+from lanewise.kernels.lora import ExpertFactors, ExpertWeights, lora_experts
 from lanewise.kernels.moe_layer import MoeWorkspace, moe_layer
 from lanewise.kernels.moe_plan import GemmTile, MoeShape, Plan
 from lanewise.kernels.tolerances import MOE_LAYER, relative_error
@@ -243,11 +243,6 @@ class TestOnGpu:
         case = draw_case(MEDIUM, tokens, skew=True)
         check(case, space_for(case))
 
-    @pytest.mark.parametrize("tokens", [1, 8, 128, 2048])
-    def test_unquantised_base(self, tokens: int) -> None:
-        case = draw_case(MEDIUM, tokens, quant=False)
-        check(case, space_for(case))
-
     @pytest.mark.parametrize("tokens", [8, 128, 2048])
     def test_a_captured_graph_follows_its_inputs(self, tokens: int) -> None:
         """Routing, slots and activations are data: the graph of one batch serves the next."""
@@ -271,6 +266,29 @@ class TestOnGpu:
         batch.slots.copy_(second.slots)
         graph.replay()
         assert relative_error(out, batch.expected()) <= MOE_LAYER[FP8]
+
+    @pytest.mark.parametrize("tokens", [1, 8, 128, 2048])
+    def test_unquantised_base(self, tokens: int) -> None:
+        case = draw_case(MEDIUM, tokens, quant=False)
+        check(case, space_for(case))
+
+    @pytest.mark.parametrize("tokens", [8, 128, 2048])
+    def test_base_rows_are_the_base(self, tokens: int) -> None:
+        """Bit for bit in deterministic mode: base rows among adapters, and the base alone."""
+        case = draw_case(MEDIUM, tokens, mix="between")
+        space = space_for(case, deterministic=True)
+        base = case.slots < 0
+        assert torch.equal(case.run(space)[base], case.run(space, lora=False)[base])
+
+    def test_the_public_op_takes_the_fused_path(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        case = draw_case(MEDIUM, 32)
+        expected = case.expected()
+        arguments = (case.x, case.experts.long(), case.weights, case.bank, case.factors, case.slots.long())
+        with torch.no_grad(), monkeypatch.context() as patch:
+            patch.delattr(reference, "lora_experts")
+            assert relative_error(lora_experts(*arguments), expected) <= MOE_LAYER[FP8]
+        case.factors.a2.requires_grad_()
+        assert lora_experts(*arguments).requires_grad  # a trainer's forward is the reference's
 
     def test_deterministic_rows(self) -> None:
         """In deterministic mode a row's bytes depend on nothing beside it: alone, in any batch, anywhere."""
