@@ -10,12 +10,19 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lanewise.kernels.base import load_base
-from lanewise.server.tiny_base import write_tiny_base
+from lanewise.server.tiny_base import Architecture, write_tiny_base
+
+ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen3", "qwen3_moe", "qwen3_5_moe", "glm_moe_dsa")
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def architecture(request: pytest.FixtureRequest) -> Architecture:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_base(tmp_path_factory.mktemp("base"), seed=0)
+def folder(architecture: Architecture, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_base(tmp_path_factory.mktemp("base"), architecture, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -27,28 +34,30 @@ def digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
-def test_the_same_seed_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes(folder: Path, architecture: Architecture, tmp_path: Path) -> None:
     expected = digests(folder)
     assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= expected.keys()
-    assert digests(write_tiny_base(tmp_path / "again", seed=0)) == expected
-    other = digests(write_tiny_base(tmp_path / "other", seed=1))
+    assert digests(write_tiny_base(tmp_path / "again", architecture)) == expected
+    other = digests(write_tiny_base(tmp_path / "other", architecture, seed=1))
     assert {name for name in expected if other[name] != expected[name]} == {"model.safetensors"}
 
 
-def test_it_is_small_and_block_fp8(folder: Path) -> None:
-    assert sum(file.stat().st_size for file in folder.iterdir()) < 4e6
+def test_it_is_small_and_block_fp8_where_real_ones_are(folder: Path, architecture: Architecture) -> None:
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 5e6
     tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith("_proj.weight"):
-            assert tensor.dtype == torch.float8_e4m3fn
-            assert tensors[f"{name}_scale_inv"].dtype == torch.float32
-            assert all(size % 128 == 0 for size in tensor.shape)
-        elif not name.endswith("_scale_inv"):
-            assert tensor.dtype == torch.bfloat16
-            assert f"{name}_scale_inv" not in tensors
-    kept = json.loads((folder / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
-    plain = {name.removesuffix(".weight") for name, t in tensors.items() if t.dtype == torch.bfloat16}
-    assert set(kept) == plain
+    fp8 = {name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert {f"{name}_scale_inv" for name in fp8} == {n for n in tensors if n.endswith("_scale_inv")}
+    assert all(tensors[f"{name}_scale_inv"].dtype == torch.float32 for name in fp8)
+    config = json.loads((folder / "config.json").read_text())
+    if architecture == "llama":
+        assert not fp8
+        assert "quantization_config" not in config
+        return
+    linears = {n for n in tensors if n.endswith(("_proj.weight", "_with_mqa.weight", "in_proj_qkv.weight"))}
+    assert fp8 >= linears - {n for n in linears if n.endswith("indexer.weights_proj.weight")}
+    plain = {name for name in tensors if name.endswith(".weight")} - fp8
+    kept = config["quantization_config"]["modules_to_not_convert"]
+    assert {f"{name}.weight" for name in kept} == plain
 
 
 def test_every_text_is_its_bytes(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lanewise.loaders import Adapter, BaseCheckpoint, Inventory, read_adapter, w
 from lanewise.server.api.schemas import ChatRequest, CompletionRequest
 from lanewise.server.engines import Call, Chunk, Engine, Lane
 from lanewise.server.engines.torch_engine import TorchEngine
-from lanewise.server.tiny_base import write_tiny_base
+from lanewise.server.tiny_base import Architecture, write_tiny_base
 
 RANK = 4
 LANES = 8
@@ -35,8 +36,19 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="session")
-def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_base(tmp_path_factory.mktemp("base"))
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Architecture], Path]:
+    """architecture → the folder of a tiny base of it."""
+
+    @cache
+    def write(architecture: Architecture) -> Path:
+        return write_tiny_base(tmp_path_factory.mktemp(architecture), architecture)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def base_folder(tiny_base: Callable[[Architecture], Path]) -> Path:
+    return tiny_base("qwen3_moe")
 
 
 @pytest.fixture(scope="session")
