@@ -5,8 +5,7 @@ from .base import BaseCheckpoint
 from .config import AdapterConfig, parse_json_object
 from .digest import AdapterDigest, digest_of
 from .errors import Finding, InvalidAdapter, LoaderError, UnsafeFile, UnsupportedBase
-from .fit import Layout
-from .inventory import Inventory, Module
+from .inventory import Inventory, Layout, Module
 from .write import write_adapter
 
 __all__ = [

@@ -19,8 +19,8 @@ from torch import Tensor
 from .config import AdapterConfig, parse_json_object
 from .digest import AdapterDigest
 from .errors import Finding, InvalidAdapter
-from .fit import Layout, Pair, fit
-from .inventory import Inventory
+from .fit import Pair, fit
+from .inventory import Inventory, Layout
 from .tensor_file import TensorFile, bytes_of, read_small
 
 WEIGHTS = "adapter_model.safetensors"

@@ -7,15 +7,12 @@ comes without its other half, nor a 2-D expert factor without those of the other
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from .config import ALL_LINEAR, AdapterConfig
 from .errors import Finding, InvalidAdapter
-from .inventory import Inventory, Module
+from .inventory import Inventory, Layout, Module
 from .names import EXPECTED, FactorName, normal_target, other_half, parse_factor_name, target_names
 from .tensor_file import FLOAT_DTYPES, TensorEntry
-
-Layout = Literal["per_expert_2d", "stacked", "shared_outer", "linear"]
 
 
 @dataclass(frozen=True)

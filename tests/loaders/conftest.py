@@ -37,7 +37,7 @@ def inventory(base_config: dict[str, Any]) -> Inventory:
 
 @pytest.fixture
 def config() -> dict[str, Any]:
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
     return {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": targets}
 
 
@@ -69,21 +69,24 @@ def spelled() -> Callable[..., dict[str, Tensor]]:
         pairs: dict[str, tuple[Tensor, Tensor]],
         *,
         prefix: str = "base_model.model.",
+        inner: bool = False,
         peft_names: bool = False,
         per_expert: bool = False,
     ) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for module, pair in pairs.items():
-            bank, _, last = module.rpartition(".")
-            if bank.endswith("experts") and (peft_names or per_expert):
+            bank, _, last = module.rpartition(".experts.")
+            if bank and (peft_names or per_expert):
                 last = PROJECTIONS[last]
             for side, tensor in zip("AB", pair, strict=True):
                 if tensor.ndim == 3 and per_expert:
                     for expert, piece in enumerate(tensor):
-                        tensors[f"{prefix}{bank}.{expert}.{last}.lora_{side}.weight"] = piece.clone()
+                        tensors[f"{bank}.experts.{expert}.{last}.lora_{side}.weight"] = piece.clone()
                 else:
-                    tensors[f"{prefix}{bank}.{last}.lora_{side}.weight"] = tensor
-        return tensors
+                    name = f"{bank}.experts.{last}" if bank else module
+                    tensors[f"{name}.lora_{side}.weight"] = tensor
+        # Another prefix than PEFT's usual one: the trainer wrapped the inner model.
+        return {f"{prefix}{name.removeprefix('model.') if inner else name}": t for name, t in tensors.items()}
 
     return spell
 

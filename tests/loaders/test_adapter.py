@@ -64,7 +64,7 @@ def assert_pairs(adapter: Adapter, expected: Factors) -> None:
         assert scale == 2.0
 
 
-@pytest.mark.parametrize("prefix", ["base_model.model.", "base_model."])
+@pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("peft_names", [False, True])
 @pytest.mark.parametrize("layout", ["shared_outer", "stacked", "per_expert_2d"])
 def test_every_layout_and_spelling_gives_the_same_pairs(
@@ -73,11 +73,10 @@ def test_every_layout_and_spelling_gives_the_same_pairs(
     read: Read,
     layout: str,
     peft_names: bool,
-    prefix: str,
+    inner: bool,
 ) -> None:
     pairs = canonical(layout)
-    # The second prefix leaves one `model.`: the trainer wrapped the inner model.
-    tensors = spelled(pairs, prefix=prefix, peft_names=peft_names, per_expert=layout == "per_expert_2d")
+    tensors = spelled(pairs, inner=inner, peft_names=peft_names, per_expert=layout == "per_expert_2d")
     adapter = read(tensors)
     assert adapter.layout == layout
     assert adapter.rank == 4
@@ -331,11 +330,11 @@ def test_a_claimed_layout_that_the_shapes_confirm(read: Read, tensors: dict[str,
 def test_target_modules_must_say_what_the_tensors_say(
     findings: Callable[..., dict[str, Finding]], read: Read, tensors: dict[str, Tensor]
 ) -> None:
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "experts"]
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "experts", "lm_head"]
     assert read(tensors, target_modules=targets).rank == 4
-    assert read(tensors, target_modules=[*targets[:4], "w1", "w2", "w3"]).rank == 4
-    found = findings(tensors, target_modules=[*targets[1:], "lm_head"])
-    assert found["target_modules"].problem == "'lm_head' has no factors"
+    assert read(tensors, target_modules=[*targets[:4], "w1", "w2", "w3", "lm_head"]).rank == 4
+    found = findings(tensors, target_modules=[*targets[1:], "kv_b_proj"])
+    assert found["target_modules"].problem == "'kv_b_proj' has no factors"
     others = {f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_A.weight" for i in range(3)}
     assert {where.replace("lora_B", "lora_A") for where in found} == {"target_modules", *others}
 
