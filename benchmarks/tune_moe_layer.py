@@ -16,11 +16,10 @@ from itertools import product
 from typing import Any
 
 import torch
-from moe_layer import SHAPES, TOKENS, Batch, Captured, Layer, Variant, draw_batches, draw_layer
+from moe_layer import RING, SHAPES, TOKENS, Batch, Captured, Layer, Variant, draw_batches, draw_layer
 
 from lanewise.kernels.moe_plan import TUNED, GemmTile, MoeShape, Plan, default_plan
 
-RING = 4
 BETTER = 0.997
 BASE = (Variant("base", None),)
 ADAPTERS = (Variant("1 adapter", 1), Variant("8 adapters", 8))
@@ -36,7 +35,13 @@ class Question:
 
 def questions(shape: MoeShape, tokens: int) -> Iterator[Question]:
     """What is worth asking for a batch of this size."""
-    yield Question([{"rows": rows, "gate_up": tile} for rows, tile in _gemms(tokens, first=True)], BASE)
+    firsts = [{"rows": rows, "gate_up": tile} for rows, tile in _gemms(tokens, first=True)]
+    if 1 < tokens <= 8:  # sorted first, as a larger batch is
+        firsts += [
+            {"direct": False, "shrink_splits": 2, "gate_up": GemmTile(columns, 4, stages)}
+            for columns, stages in ((128, 3), (128, 4), (128, 5), (64, 5))
+        ]
+    yield Question(firsts, (*BASE, *ADAPTERS) if tokens == 8 else BASE)
     yield Question([{"down": tile} for tile in dict.fromkeys(t for _, t in _gemms(tokens))], BASE)
     if tokens > 8:
         yield Question(

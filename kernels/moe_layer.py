@@ -204,6 +204,11 @@ class _Call:
         return min(self.tokens, triton.cdiv(self.tokens, rows) + self.space.shape.slots + 1)
 
     @property
+    def mix_tiles(self) -> Tensor:
+        """The list of tiles of MIX_ROWS tokens of one slot."""
+        return self.space.token_tiles if self.plan.shrink_rows == MIX_ROWS else self.space.mix_tiles
+
+    @property
     def gate_up_out(self) -> Tensor:
         return self.space.gate_up_parts if self.plan.direct else self.space.gate_up
 
@@ -319,7 +324,7 @@ class _Call:
             space.h, space.h_scale, self.bank.w2, self.bank.s2, space.y,
             self.experts, space.order, space.tiles,
             space.low_parts, factors and factors.b2, factors and factors.scale,
-            space.delta if expand else space.low, self.slots_or_any, space.token_order, space.mix_tiles,
+            space.delta if expand else space.low, self.slots_or_any, space.token_order, self.mix_tiles,
             self.tokens, self.pairs, riders,
             H=shape.hidden, I=shape.inner, R=self.rank, RANK=self.padded_rank,
             PARTS=shape.top_k * (shape.inner // BLOCK), ROWS=plan.rows, COLUMNS=plan.down.columns,
@@ -335,7 +340,7 @@ class _Call:
             blocks = triton.cdiv(shape.hidden, plan.mix_columns)
             combine_expand_kernel[(self.slot_tiles(MIX_ROWS), blocks)](
                 space.y, self.weights, space.low, factors.b2, factors.scale,
-                space.token_order, space.mix_tiles, out,
+                space.token_order, self.mix_tiles, out,
                 H=shape.hidden, R=self.rank, RANK=self.padded_rank, TOP_K=shape.top_k,
                 TOP_K_PADDED=triton.next_power_of_2(shape.top_k), ROWS=MIX_ROWS, COLUMNS=plan.mix_columns,
                 PDL=plan.pdl, **self.options(plan.mix_warps),

@@ -204,10 +204,11 @@ def _order_tokens(
     TOKEN_ROWS: tl.constexpr,
     MIX_ROWS: tl.constexpr,
 ):
-    """Place all counted tokens by slot, and cut them into tiles of either height."""
+    """Place all counted tokens by slot, and cut them into tiles of either height (one list if they agree)."""
     _sum_counts(counts_ptr, starts_ptr, BUCKETS, BUCKETS)
     _list_long_runs(counts_ptr, token_tiles_ptr, TOKEN_ROWS, BUCKETS)
-    _list_long_runs(counts_ptr, mix_tiles_ptr, MIX_ROWS, BUCKETS)
+    if MIX_ROWS != TOKEN_ROWS:
+        _list_long_runs(counts_ptr, mix_tiles_ptr, MIX_ROWS, BUCKETS)
     tl.debug_barrier()
     for start in tl.range(0, tokens, 1024):
         token = start + tl.arange(0, 1024)
