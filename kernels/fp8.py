@@ -28,15 +28,18 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return q.to(torch.float8_e4m3fn).contiguous(), scale
 
 
+def scale_shape(shape: torch.Size) -> tuple[int, ...]:
+    """The shape of the scales of a weight of this shape: [..., N, K] → (..., ⌈N/128⌉, ⌈K/128⌉)."""
+    return (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
+
+
 def dequantize_blocks(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weight that block FP8 stands for: W[n,k] = float(q[n,k]) · scale[n/128, k/128].
 
     Shapes: q e4m3 [..., N, K], scale fp32 [..., ⌈N/128⌉, ⌈K/128⌉] → [..., N, K] in `dtype`.
     """
     n, k = q.shape[-2:]
-    assert scale.shape[-2:] == (-(-n // BLOCK), -(-k // BLOCK)), (
-        f"scale {tuple(scale.shape)} does not cover {tuple(q.shape)}"
-    )
+    assert scale.shape == scale_shape(q.shape), f"scale {tuple(scale.shape)} does not cover {tuple(q.shape)}"
     wide = scale.repeat_interleave(BLOCK, -2)[..., :n, :].repeat_interleave(BLOCK, -1)[..., :k]
     return (q.float() * wide).to(dtype)
 

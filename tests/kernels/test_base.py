@@ -1,6 +1,7 @@
 """`load_base` against transformers' own loading, and what it says of checkpoints that do not fit."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -147,6 +148,17 @@ def test_an_fp8_weight_without_its_scale_is_refused(checkpoint: Checkpoint) -> N
     tensors = quantized(checkpoint.tensors)
     del tensors[f"{EXPERT}_scale_inv"]
     with pytest.raises(ValueError, match=r"experts\.3\.up_proj\.weight: came without its scale"):
+        load_base(fp8_config(checkpoint.config), tensors.items())
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1,), (1, 1, 1)])
+def test_scales_that_do_not_cover_their_weight_are_refused(
+    checkpoint: Checkpoint, shape: tuple[int, ...]
+) -> None:
+    tensors = quantized(checkpoint.tensors)
+    tensors[f"{EXPERT}_scale_inv"] = torch.ones(shape)
+    message = f"{EXPERT}_scale_inv: is {list(shape)}, expected [1, 1]"
+    with pytest.raises(ValueError, match=re.escape(message) + "$"):
         load_base(fp8_config(checkpoint.config), tensors.items())
 
 

@@ -47,8 +47,14 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Architectur
 
 
 @pytest.fixture(scope="session")
-def base_folder(tiny_base: Callable[[Architecture], Path]) -> Path:
-    return tiny_base("qwen3_moe")
+def architecture(request: pytest.FixtureRequest) -> Architecture:
+    """qwen3_moe, unless a test is parametrized over others (`indirect=True`)."""
+    return getattr(request, "param", "qwen3_moe")
+
+
+@pytest.fixture(scope="session")
+def base_folder(tiny_base: Callable[[Architecture], Path], architecture: Architecture) -> Path:
+    return tiny_base(architecture)
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +79,7 @@ def make_resident(
             "peft_type": "LORA",
             "r": RANK,
             "lora_alpha": 2 * RANK,
-            "target_modules": ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"],
+            "target_modules": sorted({_peft_name(module) for module in inventory.modules}),
             "_sglang_lora_format": "shared_outer",
         }
         write_adapter(folder, _random_factors(inventory, seed, size), config)
@@ -150,7 +156,7 @@ def read_stream() -> Callable[[Engine, Call], Awaitable[list[Chunk]]]:
 
 
 def _random_factors(inventory: Inventory, seed: int, size: float) -> dict[str, Tensor]:
-    """Factors in SGLang's names and the shared_outer layout, for q, v and all experts."""
+    """Factors of every module, in SGLang's names and the shared_outer layout."""
     random = torch.Generator().manual_seed(seed)
 
     def factor(*shape: int) -> Tensor:
@@ -159,13 +165,16 @@ def _random_factors(inventory: Inventory, seed: int, size: float) -> dict[str, T
     factors: dict[str, Tensor] = {}
     for name, module in inventory.modules.items():
         prefix = f"base_model.model.{name}"
-        if name.endswith(("q_proj", "v_proj")):
+        if module.experts is None:
             a, b = factor(RANK, module.in_features), factor(module.out_features, RANK)
-        elif module.experts is not None:
+        else:
             shared_a = not name.endswith("w2")
             a = factor(1 if shared_a else module.experts, RANK, module.in_features)
             b = factor(module.experts if shared_a else 1, module.out_features, RANK)
-        else:
-            continue
         factors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
     return factors
+
+
+def _peft_name(module: str) -> str:
+    leaf = module.rpartition(".")[2]
+    return {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(leaf, leaf)

@@ -5,6 +5,7 @@ The reference is transformers' own loading and forward of the same checkpoint in
 
 import copy
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lanewise.kernels.attach import LanePool, attach
 from lanewise.kernels.base import load_base
 from lanewise.kernels.fp8 import dequantize_blocks
 from lanewise.kernels.tolerances import assert_close
+from lanewise.loaders import BaseCheckpoint, UnsupportedBase
 from lanewise.server.engines.architectures import prepare
 from lanewise.server.engines.seats import Seats, Span, Step
 
@@ -33,6 +35,7 @@ class Served:
     """A tiny base as the engine runs it, beside transformers' own."""
 
     def __init__(self, folder: Path, scratch: Path, slots: int) -> None:
+        self.folder = folder
         self.theirs = load_theirs(folder, scratch)
         config = json.loads((folder / "config.json").read_text())
         self.model = load_base(config, load_file(folder / "model.safetensors").items())
@@ -193,9 +196,26 @@ def test_growing_keeps_what_is_there(served: Served) -> None:
     assert_logits_close(logits, merged_logits(served.theirs, [], TOKENS[0, :30])[10:])
 
 
-def test_what_a_step_cannot_compute_is_refused(served: Served) -> None:
-    from lanewise.loaders import UnsupportedBase
+def test_every_module_of_the_inventory_is_adapted_and_no_other(served: Served) -> None:
+    assert set(BaseCheckpoint.open(served.folder).inventory.modules) == set(served.pool.modules)
 
+
+def test_a_sharded_checkpoint_is_the_same_base(served: Served, tmp_path: Path) -> None:
+    tensors = load_file(served.folder / "model.safetensors")
+    shards = {f"model-0000{i}-of-00003.safetensors": list(tensors)[i::3] for i in range(3)}
+    for file, names in shards.items():
+        save_file({name: tensors[name] for name in names}, tmp_path / file)
+    index = {"weight_map": {name: file for file, names in shards.items() for name in names}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(served.folder / "config.json", tmp_path)
+    checkpoint = BaseCheckpoint.open(tmp_path)
+    actual = load_base(checkpoint.config, checkpoint.tensors()).state_dict()
+    expected = served.theirs.state_dict()
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_what_a_step_cannot_compute_is_refused(served: Served) -> None:
     model = copy.copy(served.theirs)
     model.config = copy.deepcopy(served.theirs.config)
     model.config.rope_parameters["rope_type"] = "dynamic"

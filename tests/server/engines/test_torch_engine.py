@@ -28,6 +28,9 @@ from lanewise.server.errors import (
 
 pytestmark = pytest.mark.anyio
 
+ARCHITECTURES = ("llama", "qwen3", "qwen3_moe", "qwen3_5_moe", "glm_moe_dsa")
+in_every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES, indirect=True)
+
 StartEngine = Any
 MakeCall = Callable[..., Call]
 ReadStream = Callable[[Engine, Call], Awaitable[list[Chunk]]]
@@ -48,6 +51,7 @@ async def until(condition: Callable[[], bool]) -> None:
 # Batching -------------------------------------------------------------------------------------------------
 
 
+@in_every_architecture
 async def test_mixed_batch_answers_as_each_request_alone(
     start_engine: StartEngine, completion: MakeCall, residents: list[Any]
 ) -> None:
@@ -64,14 +68,15 @@ async def test_mixed_batch_answers_as_each_request_alone(
     assert len(answers) == len(lanes), "the adapters are large enough to change every answer"
 
 
+@in_every_architecture
 async def test_joining_and_leaving_changes_no_answer(
     start_engine: StartEngine, completion: MakeCall, residents: list[Any]
 ) -> None:
     chance = random.Random(0)
     lanes = [None, *(resident.lane for resident in residents)]
     calls = [
-        completion("x" * chance.randint(1, 90), chance.choice(lanes), max_tokens=chance.randint(1, 30))
-        for _ in range(40)
+        completion("x" * chance.randint(1, 90), chance.choice(lanes), max_tokens=chance.randint(1, 20))
+        for _ in range(24)
     ]
 
     async def later(engine: Engine, call: Call) -> str:
@@ -84,6 +89,7 @@ async def test_joining_and_leaving_changes_no_answer(
     assert together == alone
 
 
+@in_every_architecture
 async def test_chunked_prefill_gives_the_same_tokens_as_whole(
     start_engine: StartEngine, completion: MakeCall, residents: list[Any]
 ) -> None:
@@ -112,6 +118,7 @@ async def test_a_long_prompt_does_not_hold_up_a_running_stream(
 # The oracle -----------------------------------------------------------------------------------------------
 
 
+@in_every_architecture
 async def test_logprobs_are_those_of_transformers_on_merged_weights(
     start_engine: StartEngine,
     chat: MakeCall,
@@ -129,7 +136,6 @@ async def test_logprobs_are_those_of_transformers_on_merged_weights(
     checkpoint = BaseCheckpoint.open(base_folder)
     merged = load_base(checkpoint.config, checkpoint.tensors(), torch.float32, "cpu")
     weights = dict(merged.named_parameters())
-    inner = checkpoint.config["moe_intermediate_size"]
     with torch.no_grad():
         for name, a, b, scale in resident.adapter.pairs():
             delta = scale * (b.float() @ a.float())
@@ -137,6 +143,7 @@ async def test_logprobs_are_those_of_transformers_on_merged_weights(
             if part == "w2":
                 weights[f"{bank}.down_proj"] += delta
             elif part in ("w1", "w3"):
+                inner = b.shape[-2]
                 rows = slice(0, inner) if part == "w1" else slice(inner, None)
                 weights[f"{bank}.gate_up_proj"][:, rows] += delta
             else:
@@ -419,6 +426,7 @@ async def test_an_engine_that_keeps_failing_says_so(
             await engine.complete(completion())
 
 
+@in_every_architecture
 async def test_factors_that_overflow_break_only_their_own_request(
     start_engine: StartEngine, completion: MakeCall, residents: list[Any], make_resident: Any
 ) -> None:
