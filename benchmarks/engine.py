@@ -139,7 +139,7 @@ async def one_round(engine: TorchEngine, lanes: Sequence[Lane | None]) -> float:
 
 
 def cold_start_s(folder: Path, run: int) -> tuple[float, float]:
-    """`lanewise serve` with all adapters: from its start until it is ready, and until the last one answered."""
+    """`lanewise serve` with all adapters, from its start: until ready, and until the last one answered."""
     adapters = [f"--adapter=adapter-{seed}={folder / f'adapter-{seed}'}" for seed in range(STREAMS)]
     options = [f"--base={folder / 'base'}", f"--data={folder / f'data-{run}'}", "--port=0", "--threads=1"]
     command = [sys.executable, "-m", "lanewise.server", "serve", *options, *adapters]
