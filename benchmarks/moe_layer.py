@@ -33,6 +33,15 @@ SHAPES = {
 TOKENS = (1, 8, 32, 128, 512, 4096)
 RING = 6
 ROUNDS = 15
+# Wanted shares of SGLang's best base-only layer, for each of TOKENS.
+BASE_ROWS = ("base", "base, no PDL", "base rows, LoRA on")
+AIMS: dict[tuple[str, str], tuple[float | None, ...]] = {
+    ("Q", "base rows only"): (0.73, 0.94, 0.92, 0.95, 0.92, 0.98),
+    ("Q", "1 adapter"): (0.75, 0.96, 0.93, 0.97, 0.96, 1.03),
+    ("Q", "8 adapters"): (None, 0.96, 0.94, 0.99, 1.06, 1.10),
+    ("G", "1 adapter"): (0.71, 0.97, 0.95, 0.96, 0.92, 1.02),
+    ("G", "8 adapters"): (None, 1.00, 0.97, 1.00, 1.03, 1.08),
+}
 COMMAND = "python benchmarks/moe_layer.py --sglang FILE …"
 MEANING = (
     "One MoE layer in a CUDA graph over a ring of layers. B, where given, is SGLang's best base layer in "
@@ -204,6 +213,20 @@ def interleaved(captured: dict[str, Captured], rounds: int = ROUNDS) -> dict[str
     return times
 
 
+def against_aims(name: str, tokens: int, medians: dict[str, float], base: float) -> list[Row]:
+    """What was wanted, as a share of SGLang's best base; `times` below 1: missed."""
+    rows: list[Row] = []
+    for (shape, variant), aims in AIMS.items():
+        measured = [medians[v] for v in BASE_ROWS if v in medians] if variant == "base rows only" else []
+        measured += [medians[variant]] if variant in medians else []
+        if shape == name and measured and tokens in TOKENS:
+            aim, share = aims[TOKENS.index(tokens)], min(measured) / base
+            case = f"{name} T={tokens}, {variant}"
+            if aim is not None:
+                rows.append(Row(case, "layer ÷ B", share, "×", 1, "aim", aim, aim / share))
+    return rows
+
+
 def copy_bandwidth() -> float:
     """Bytes per second of a large device copy, reads and writes counted."""
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_(0, 255)
@@ -237,11 +260,12 @@ def measure_case(
         against = ("SGLang's best base", base, base / micros) if base else (None, None, None)
         rows.append(Row(case, "layer", micros, "µs", n, *against))
         rows.append(Row(case, "layer ÷ own base", micros / own, "×", n))
+    if base:
+        rows += against_aims(name, tokens, medians, base)
     for variant in ("base, no PDL", "1 adapter, no PDL", "8 adapters, no PDL"):
         if variant in captured:
             seen = captured[variant].kernels()
             rows.append(Row(f"{name} T={tokens}, {variant}", "launches", len(seen), "kernels", 1))
-            rows += [Row(f"{name} T={tokens}, {variant}", kernel, us, "µs", 1) for kernel, us in seen]
             print(
                 f"   {variant}: "
                 + " ".join(f"{kernel.removesuffix('_kernel')} {us:.1f}" for kernel, us in seen)

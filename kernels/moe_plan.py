@@ -81,7 +81,7 @@ def plan_for(shape: MoeShape, tokens: int, device: str, deterministic: bool = Fa
     """
     if deterministic:
         return default_plan(shape, 64)
-    near = [(_distance(entry, shape, tokens), entry) for entry in _tuned() if entry["device"] == device]
+    near = [(_distance(entry, shape, tokens, device), entry) for entry in _tuned()]
     distance, entry = min(near, key=lambda item: item[0], default=(math.inf, {}))
     if distance > 2:
         return default_plan(shape, tokens)
@@ -96,7 +96,7 @@ def default_plan(shape: MoeShape, tokens: int) -> Plan:
         activation_warps=min(16, max(2, rank // 8)),
         expand_columns=64 if rank > 32 else 128,
     )
-    if tokens <= 8:
+    if tokens <= 4:
         splits = 4 if tokens == 1 else 1
         return replace(
             plan,
@@ -136,10 +136,14 @@ def _tuned() -> list[dict[str, Any]]:
     return json.loads(TUNED.read_text()) if TUNED.exists() else []
 
 
-def _distance(entry: dict[str, Any], shape: MoeShape, tokens: int) -> float:
-    """Octaves between a tuned entry and a batch; infinite where the entry's plan cannot run it."""
+def _distance(entry: dict[str, Any], shape: MoeShape, tokens: int, device: str) -> float:
+    """Octaves between a tuned entry and a batch; infinite where the entry's plan cannot run it.
+
+    Another device counts as one octave: an H100 has an H200's multiprocessors, with slower memory.
+    """
     if entry["plan"]["direct"] and tokens > DIRECT_TOKENS:
         return math.inf
     wanted = {"tokens": tokens, "hidden": shape.hidden, "inner": shape.inner, "experts": shape.experts}
     far = sum(abs(math.log2(entry[name] / value)) for name, value in wanted.items())
-    return far + abs(math.log2(max(16, entry["rank"]) / max(16, shape.rank)))
+    far += abs(math.log2(max(16, entry["rank"]) / max(16, shape.rank)))
+    return far if entry["device"] == device else far + 1
