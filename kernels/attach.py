@@ -204,6 +204,10 @@ class AdaptedLinear(nn.Module):
         slots = self._pool.active_for(self._names)
         if slots is None:
             return y
+        assert len(slots) == y.shape[:-1].numel(), (
+            f"{self._names[0]}: {y.shape[:-1].numel()} rows and {len(slots)} slots; "
+            "tell `using` the head's rows if not all reach it"
+        )
         return lora_linear(y.flatten(0, -2), x.flatten(0, -2), self._factors, slots).view(y.shape)
 
 

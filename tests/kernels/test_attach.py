@@ -148,6 +148,16 @@ def test_the_head_may_see_some_rows_only(checkpoint: Checkpoint, base: PreTraine
     assert_close(y[1], merged(checkpoint.model, head)(IDS[:1]).logits[0, -1])
 
 
+def test_a_head_that_sees_other_rows_than_was_said_fails(base: PreTrainedModel) -> None:
+    pool = attach(base, slots=1, max_rank=4)
+    pool.write(0, random_pairs(pool, 4, 1, "lm_head".__eq__))
+    with (
+        pool.using(torch.zeros(LENGTH, dtype=torch.long)),
+        pytest.raises(AssertionError, match="head's rows"),
+    ):
+        base(IDS[:1], logits_to_keep=2)
+
+
 def test_a_tied_head_is_not_adapted(checkpoint: Checkpoint) -> None:
     tensors = {k: v for k, v in checkpoint.tensors.items() if k != "lm_head.weight"}
     model = load_base(checkpoint.config.to_dict() | {"tie_word_embeddings": True}, tensors.items())

@@ -21,7 +21,7 @@ from lanewise.kernels.base import load_base
 from lanewise.kernels.fp8 import dequantize_blocks
 from lanewise.kernels.tolerances import assert_close
 from lanewise.loaders import BaseCheckpoint, UnsupportedBase
-from lanewise.server.engines.architectures import prepare
+from lanewise.server.engines.architectures import SERVED, check_served, prepare
 from lanewise.server.engines.seats import Seats, Span, Step
 
 Pair = tuple[str, Tensor, Tensor, float]
@@ -213,6 +213,14 @@ def test_a_sharded_checkpoint_is_the_same_base(served: Served, tmp_path: Path) -
     expected = served.theirs.state_dict()
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_what_is_served_has_been_shown_here_and_the_rest_is_refused() -> None:
+    assert {kind.removesuffix("_text") for kind in SERVED} == set(ARCHITECTURES)
+    for kind in SERVED:
+        check_served({"model_type": kind})
+    with pytest.raises(UnsupportedBase, match="'mixtral' is not served by the torch engine; expected one of"):
+        check_served({"model_type": "mixtral"})
 
 
 def test_what_a_step_cannot_compute_is_refused(served: Served) -> None:
