@@ -53,6 +53,7 @@ class MoeWorkspace:
         self.device = torch.device(device)
         self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         pairs, groups = tokens * shape.top_k, shape.inner // BLOCK
+        assert pairs * max(shape.hidden, 2 * shape.inner) < 2**31, "rows are indexed in 32 bits"
         rank = max(1, shape.rank)
         buckets = triton.next_power_of_2(shape.experts) * self.lanes
 

@@ -74,6 +74,7 @@ class Plan:
     pdl: bool = True
 
 
+@cache
 def plan_for(shape: MoeShape, tokens: int, device: str, deterministic: bool = False) -> Plan:
     """The tuned plan nearest to this batch, or the default one.
 
