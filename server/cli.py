@@ -1,11 +1,13 @@
 """The `lanewise` command."""
 
 import logging
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
+from pydantic_settings.exceptions import SettingsError
 from rich.console import Console
 from rich.markup import escape
 
@@ -15,44 +17,62 @@ from .settings import Settings
 
 main = typer.Typer(
     name="lanewise",
-    help="One frozen base, many hot-swapped LoRA adapters.",
     no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
 )
 main.add_typer(cli_client.adapters)
 main.command()(cli_client.chat)
 _errors = Console(stderr=True)
+_ADAPTER_HELP = "Adapter folder to store and activate at start; repeatable."
 
 
 @main.callback()
-def lanewise() -> None:
-    """Settings not given here are read from LANEWISE_… in the environment."""
+def lanewise(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """One frozen base, many hot-swapped LoRA adapters."""
+    if show_version:
+        typer.echo(f"lanewise {version('lanewise')}")
+        raise typer.Exit
+
+
+def _setting(name: str, **more: Any) -> Any:
+    """An option for one of the settings, described as there."""
+    field = Settings.model_fields[name]
+    default = "required" if field.is_required() else f"default: {field.default}"
+    shown = f"[{default}; env: LANEWISE_{name.upper()}]".replace("default: None; ", "").replace("{}; ", "")
+    return typer.Option(help=f"{field.description} {escape(shown)}", show_default=False, **more)
 
 
 @main.command()
 def serve(
-    base: Annotated[Path | None, typer.Option(help="Folder of the base checkpoint.")] = None,
-    base_name: Annotated[str | None, typer.Option(help="Name to serve the base under.")] = None,
-    adapter: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="Store and activate; repeatable.")
+    context: typer.Context,
+    base: Annotated[Path | None, _setting("base")] = None,
+    base_name: Annotated[str | None, _setting("base_name")] = None,
+    adapters: Annotated[
+        list[str] | None, typer.Option("--adapter", metavar="NAME=FOLDER", help=_ADAPTER_HELP)
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder for adapters that are pushed.")] = None,
-    host: Annotated[str | None, typer.Option()] = None,
-    port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads for the model.")] = None,
-    expert_layout: Annotated[
-        str | None, typer.Option(help="shared_outer, or stacked to take per-expert adapters too.")
-    ] = None,
-    max_lanes: Annotated[int | None, typer.Option(help="Adapters resident at the same time.")] = None,
-    max_rank: Annotated[int | None, typer.Option(help="Highest rank taken.")] = None,
-    max_running: Annotated[int | None, typer.Option(help="Answers made at the same time.")] = None,
-    max_waiting: Annotated[int | None, typer.Option(help="Answers queued before 429.")] = None,
-    grace_s: Annotated[float | None, typer.Option(help="Seconds for running requests at the end.")] = None,
+    data: Annotated[Path | None, _setting("data")] = None,
+    host: Annotated[str | None, _setting("host")] = None,
+    port: Annotated[int | None, _setting("port")] = None,
+    grace_s: Annotated[float | None, _setting("grace_s")] = None,
+    device: Annotated[str | None, _setting("device")] = None,
+    threads: Annotated[int | None, _setting("threads")] = None,
+    expert_layout: Annotated[str | None, _setting("expert_layout")] = None,
+    max_lanes: Annotated[int | None, _setting("max_lanes")] = None,
+    max_rank: Annotated[int | None, _setting("max_rank")] = None,
+    max_running: Annotated[int | None, _setting("max_running")] = None,
+    max_waiting: Annotated[int | None, _setting("max_waiting")] = None,
+    lane_wait_s: Annotated[float | None, _setting("lane_wait_s")] = None,
+    max_pushes: Annotated[int | None, _setting("max_pushes")] = None,
+    max_push_bytes: Annotated[int | None, _setting("max_push_bytes")] = None,
+    max_json_bytes: Annotated[int | None, _setting("max_json_bytes")] = None,
 ) -> None:
     """Serve a base and its adapters over OpenAI's HTTP API."""
-    given = locals() | {"adapters": _named_folders(adapter or [])}
-    del given["adapter"]
+    given = {name: value for name, value in context.params.items() if value is not None}
+    if adapters:
+        given["adapters"] = _named_folders(adapters)
     from lanewise.loaders import LoaderError  # imported late, with torch: other commands need not wait for it
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
@@ -71,12 +91,15 @@ def demo(
         Path, typer.Option("--json", metavar="FILE", help="Result; the picture goes beside it.")
     ] = Path("lanewise-data/recall.json"),
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep base and adapters here, to serve them.")
+    ] = None,
     exit_after: Annotated[bool, typer.Option("--exit", help="End after the proof.")] = False,
 ) -> None:
     """Train eight password adapters, push and hot-swap them, and prove by generation what each knows."""
     from .demo import run_demo  # imported late, with openai and torch
 
-    if not run_demo(json_file, port, keep_serving=not exit_after):
+    if not run_demo(json_file, port, keep, keep_serving=not exit_after):
         raise typer.Exit(1)
 
 
@@ -99,7 +122,9 @@ def _serve(settings: Settings) -> None:
 
 def _settings(given: dict[str, Any]) -> Settings:
     try:
-        return Settings(**{name: value for name, value in given.items() if value not in (None, {})})
+        return Settings(**given)
+    except SettingsError as error:  # a variable of the environment that is not JSON where JSON is expected
+        raise typer.BadParameter(f"in the environment: {error}") from None
     except ValidationError as error:
         problems = [f"--{str(p['loc'][0]).replace('_', '-')}: {p['msg']}" for p in error.errors()]
         raise typer.BadParameter("; ".join(problems)) from None

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lanewise.clients import Client, ClientError, ServerRefused
+from lanewise.clients import Client, ClientError, ConnectionFailed, ServerRefused, Version
 
 if TYPE_CHECKING:  # at run time openai is imported late: only `chat` need wait for it
     from openai import Stream
@@ -25,7 +25,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 adapters = typer.Typer(
     name="adapters", help="List, push, activate and delete adapters.", no_args_is_help=True
 )
-_console = Console()
+# Piped output is for grep and cut: it is not wrapped.
+_console = Console() if sys.stdout.isatty() else Console(width=1000)
 _errors = Console(stderr=True)
 
 
@@ -40,7 +41,7 @@ def chat(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Talk to a model; the version that answers is shown after each answer."""
-    from openai import APIError, OpenAI
+    from openai import APIConnectionError, APIError, OpenAI
 
     turns = [{"role": "system", "content": system}] if system else []
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai:
@@ -55,8 +56,13 @@ def chat(
                     stream=True,
                 )
                 turns.append({"role": "assistant", "content": _print_answer(stream)})
+            except APIConnectionError:
+                _fail(f"nothing answers at {url}; `lanewise serve` starts a server")
             except APIError as error:
-                _fail(str(error))
+                if message:
+                    _fail(error.message)
+                turns.pop()  # the conversation goes on without what was refused
+                _errors.print(f"[red]error[/red] {escape(error.message)}", soft_wrap=True, highlight=False)
             if message:
                 break
 
@@ -87,25 +93,36 @@ def _print_answer(stream: "Stream[ChatCompletionChunk]") -> str:
 
 
 @adapters.command("list")
-def list_adapters(url: Url = DEFAULT_URL) -> None:
-    """Every adapter with its versions; the active one is marked."""
-    table = Table("adapter", "version", "state", "rank", "layout", "size", "created", "digest", box=None)
+def list_adapters(
+    name: Annotated[str | None, typer.Argument(help="List this one's versions.")] = None,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Adapters and their active versions; with a NAME, every version of that one."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("version", "state", "rank", "layout", "size", "created", "digest", "versions"):
+        table.add_column(column, no_wrap=True)
     with _shown_errors(), Client(url) as client:
-        for adapter in client.adapters():
+        for adapter in [client.adapter(name)] if name else client.adapters():
+            count = str(len(adapter.versions))
+            if not name and adapter.active is None:
+                table.add_row(f"{adapter.name}@–", "none active", *[""] * 5, count)
             for version in client.versions(adapter.name):
-                active = version.version == adapter.active
-                table.add_row(
-                    adapter.name,
-                    str(version.version),
-                    version.state,
-                    str(version.rank),
-                    version.layout,
-                    f"{version.nbytes / 1e6:.1f} MB",
-                    datetime.fromtimestamp(version.created, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S"),
-                    version.digest[:12],
-                    style="bold" if active else "dim",
-                )
+                if name or version.version == adapter.active:
+                    table.add_row(*_row(version), count)
     _console.print(table)
+
+
+def _row(version: Version) -> tuple[str, ...]:
+    created = datetime.fromtimestamp(version.created, UTC).astimezone()
+    return (
+        version.model,
+        version.state,
+        str(version.rank),
+        version.layout,
+        f"{version.nbytes / 1e6:.1f} MB",
+        created.strftime("%m-%d %H:%M"),
+        version.digest[:8],
+    )
 
 
 @adapters.command()
@@ -127,22 +144,40 @@ def push(
 
 
 @adapters.command("activate")
-def activate_version(name: str, version: int, url: Url = DEFAULT_URL) -> None:
+def activate_version(
+    name: Annotated[str, typer.Argument(help="The adapter, or adapter@version.")],
+    version: Annotated[int | None, typer.Argument()] = None,
+    url: Url = DEFAULT_URL,
+) -> None:
     """Make a stored version the one that answers; running requests keep theirs."""
+    name, number = _split(name, version)
+    if number is None:
+        raise typer.BadParameter("which version? Give NAME VERSION or NAME@VERSION")
     with _shown_errors(), Client(url) as client:
-        _console.print(f"{client.activate(name, version).model} is active", highlight=False)
+        _console.print(f"{client.activate(name, number).model} is active", highlight=False)
 
 
 @adapters.command()
 def delete(
-    name: str,
-    version: Annotated[int | None, typer.Argument(help="Only this version; otherwise the adapter.")] = None,
+    name: Annotated[str, typer.Argument(help="The adapter, or adapter@version.")],
+    version: Annotated[int | None, typer.Argument()] = None,
     url: Url = DEFAULT_URL,
 ) -> None:
-    """Delete an adapter, or one version of it. New requests are refused at once."""
+    """Delete an adapter with all its versions, or one version. New requests are refused at once."""
+    name, number = _split(name, version)
     with _shown_errors(), Client(url) as client:
-        client.delete(name, version)
-    _console.print(f"deleted {name if version is None else f'{name}@{version}'}", highlight=False)
+        client.delete(name, number)
+    _console.print(f"deleted {name if number is None else f'{name}@{number}'}", highlight=False)
+
+
+def _split(name: str, version: int | None) -> tuple[str, int | None]:
+    """`argon 3` and `argon@3` are the same."""
+    adapter, at, number = name.partition("@")
+    if not at:
+        return name, version
+    if version is not None or not number.isdecimal():
+        raise typer.BadParameter(f"{name}: expected NAME, NAME VERSION or NAME@VERSION")
+    return adapter, int(number)
 
 
 @contextmanager
@@ -155,6 +190,8 @@ def _shown_errors() -> Generator[None]:
         for finding in error.details[1:]:
             _errors.print("  " + " — ".join(finding.values()), soft_wrap=True, highlight=False, markup=False)
         raise typer.Exit(1) from None
+    except ConnectionFailed as error:
+        _fail(f"{error}; is a server running there? `lanewise serve` starts one")
     except ClientError as error:
         _fail(str(error))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -30,30 +31,34 @@ SHOWN = "argon"  # the adapter whose answers are shown while it learns
 PUSH_EVERY = 4  # steps
 
 
-def run_demo(json_file: Path, port: int, *, keep_serving: bool) -> bool:
+def run_demo(json_file: Path, port: int, keep: Path | None, *, keep_serving: bool) -> bool:
     """Run it all and say whether recall was proven; the picture goes beside `json_file`.
 
-    Everything else lives in a temporary folder that goes when the demo ends.
+    With `keep`, base and adapters stay in that folder. Everything else goes when the demo ends. Raises
+    typer.BadParameter when `keep` is in use already.
     """
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise typer.BadParameter(f"--keep {keep}: is not an empty folder")
     console = Console()
     seconds: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="lanewise-") as folder:
-        with (
-            _timed(seconds, "start"),
-            console.status("writing a tiny FP8 base from a seed, starting the server"),
-        ):
+    with tempfile.TemporaryDirectory(prefix="lanewise-") as temporary:
+        files = keep or Path(temporary)
+        doing = "writing a tiny FP8 base from a seed, starting the server"
+        with _timed(seconds, "start"), console.status(doing):
             from .tiny_base import write_tiny_base
 
-            base = write_tiny_base(Path(folder) / "tiny-moe")
-            server, url = _start_server(base, Path(folder) / "data", port)
+            base = write_tiny_base(files / "tiny-moe")
+            server, url = _start_server(base, Path(temporary) / "data", port)
         try:
             console.print(f"[bold]lanewise[/bold] serves [cyan]{base.name}[/cyan] at {url}\n")
             with _timed(seconds, "train_and_push"):
-                pushed = _train_and_push(console, base, url)
+                pushed = _train_and_push(console, base, url, keep)
             with _timed(seconds, "ask"):
                 recall = asyncio.run(_ask(url, pushed))
             _show(console, recall)
             _write(console, recall, json_file, sum(pushed.values()), seconds)
+            if keep is not None:
+                console.print(f"kept {base.name} and {len(pushed)} adapters in {keep}\n", soft_wrap=True)
             if keep_serving:
                 _keep_serving(console, server, url)
         finally:
@@ -73,6 +78,7 @@ def _start_server(base: Path, data: Path, port: int) -> tuple[subprocess.Popen[s
         stdout=subprocess.PIPE,
         text=True,
         process_group=0,  # Ctrl-C reaches the demo alone, which then ends the server in order
+        env={name: value for name, value in os.environ.items() if not name.startswith("LANEWISE_")},
     )
     assert server.stdout is not None
     announced = server.stdout.readline().strip()
@@ -89,7 +95,7 @@ def _stop_server(server: subprocess.Popen[str]) -> None:
     server.stdout.close()
 
 
-def _train_and_push(console: Console, base: Path, url: str) -> dict[str, int]:
+def _train_and_push(console: Console, base: Path, url: str, keep: Path | None) -> dict[str, int]:
     """Train every adapter, pushing versions on the way; returns each one's last version."""
     import torch
     from transformers import AutoTokenizer
@@ -135,6 +141,8 @@ def _train_and_push(console: Console, base: Path, url: str) -> dict[str, int]:
                     style = "bold green" if said == password else "dim"
                     row = (str(version.version), str(step.index + 1), f"{step.loss:.2g}")
                     answers.add_row(*row, Text(_printable(said), style=style))
+            if keep is not None:
+                trainer.save_adapter(keep / adapter)
     return last
 
 

@@ -98,6 +98,8 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             os._exit(128 + sig)  # nothing to save: what was acknowledged is on disk
+        grace = self._service.settings.grace_s
+        _log.info("stopping; running requests have %g s, a second signal ends at once", grace)
         self.should_exit = True
 
 

@@ -5,7 +5,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Header, Query, Request
 from starlette.requests import ClientDisconnect
 
 from lanewise.loaders import AdapterConfig, AdapterDigest, LoaderError
@@ -18,7 +18,7 @@ from ..service import Service
 from .bodies import receive_file
 from .dependencies import UsedService
 from .errors import as_lanewise
-from .schemas import AdapterList, AdapterObject, Deleted, VersionList, VersionObject
+from .schemas import AdapterList, AdapterObject, Deleted, PushQuery, VersionList, VersionObject
 
 CONFIG_HEADER = "x-lanewise-config"
 DIGEST_HEADER = "x-lanewise-digest"
@@ -63,7 +63,7 @@ async def push_version(
     name: str,
     request: Request,
     service: UsedService,
-    activate: bool = False,
+    query: Annotated[PushQuery, Query()],
     config: Annotated[str | None, Header(alias=CONFIG_HEADER)] = None,
     digest: Annotated[str | None, Header(alias=DIGEST_HEADER)] = None,
 ) -> VersionObject:
@@ -84,7 +84,7 @@ async def push_version(
                     param=DIGEST_HEADER,
                     code="digest_mismatch",
                 )
-            version = await service.publish(name, folder, parsed, found, activate=activate)
+            version = await service.publish(name, folder, parsed, found, activate=query.activate)
     return _version(service, version)
 
 

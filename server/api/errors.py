@@ -55,7 +55,7 @@ def as_lanewise(error: Exception) -> LanewiseError:
 
 def invalid_fields(problems: Iterable[Mapping[str, Any]]) -> InvalidRequest:
     """Pydantic's problems as one error: the first named as `param`, all of them in the details."""
-    found = [(_path(problem["loc"]), str(problem["msg"])) for problem in problems]
+    found = [(_path(problem["loc"]), _message(problem)) for problem in problems]
     where, message = found[0]
     details = [{"where": path, "problem": text} for path, text in found] if len(found) > 1 else []
     return InvalidRequest(f"{where or 'body'}: {message}", param=where or None, details=details)
@@ -67,6 +67,10 @@ def json_response(error: LanewiseError, headers: Mapping[str, str] | None = None
 
 async def _handle(request: Request, error: Exception) -> JSONResponse:
     return json_response(as_lanewise(error))
+
+
+def _message(problem: Mapping[str, Any]) -> str:
+    return "is not a known field" if problem["type"] == "extra_forbidden" else str(problem["msg"])
 
 
 def _path(location: Iterable[str | int]) -> str:

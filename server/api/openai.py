@@ -20,14 +20,12 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 
 @router.post("/chat/completions", openapi_extra=described(ChatRequest))
 async def chat_completions(request: Request, service: UsedService) -> Response:
-    body = await read_json(request, ChatRequest, service.settings.max_json_bytes)
-    return await _answer(request, service, body, "chat.completions")
+    return await _answer(request, service, ChatRequest, "chat.completions")
 
 
 @router.post("/completions", openapi_extra=described(CompletionRequest))
 async def completions(request: Request, service: UsedService) -> Response:
-    body = await read_json(request, CompletionRequest, service.settings.max_json_bytes)
-    return await _answer(request, service, body, "completions")
+    return await _answer(request, service, CompletionRequest, "completions")
 
 
 @router.get("/models", response_model_exclude_none=True)
@@ -44,13 +42,14 @@ async def model(model_id: str, service: UsedService) -> ModelCard:
 
 
 async def _answer(
-    request: Request, service: Service, body: ChatRequest | CompletionRequest, route: str
+    request: Request, service: Service, kind: type[ChatRequest] | type[CompletionRequest], route: str
 ) -> Response:
-    """Select, lease, call the engine. A stream keeps the lease until it has really ended."""
+    """Read, select, lease, call the engine. A stream keeps the lease until it has really ended."""
     async with AsyncExitStack() as held:
         watch = held.enter_context(service.metrics.request(route))
         try:
             service.check_open()
+            body = await read_json(request, kind, service.settings.max_json_bytes)
             version = service.select(body.model, body.lora_path)
             watch.adapter = service.metrics.adapter_label(version.adapter if version else BASE)
             lane = await held.enter_async_context(service.lanes.lease(version)) if version else None

@@ -56,6 +56,12 @@ class _Sampling(_Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+class PushQuery(_Body):
+    """What a push's URL may say. Ignoring a misspelt `activate` would leave the old version serving."""
+
+    activate: bool = False
+
+
 class TextPart(_Body):
     type: Literal["text"]
     text: str

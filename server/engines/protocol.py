@@ -1,8 +1,8 @@
-"""What the server asks of an engine. `torch` and `sglang` implement it; `fake` is for tests.
+"""What the server asks of an engine. `torch` implements it; `fake` is for tests.
 
 The seam is OpenAI's own: a request goes in as OpenAI's body, an answer comes back as OpenAI's chunks or
-body. So an engine that already speaks it (SGLang) passes bytes through, and one that makes tokens (torch,
-fake) shares `openai_output.py`. Choosing adapters, versions, lanes and leases is the server's, never the
+body. So an engine that already speaks it can pass bytes through, and those that make tokens share
+`openai_output.py`. Choosing adapters, versions, lanes and leases is the server's, never the
 engine's: by the time an engine sees a request its lane is decided and leased.
 """
 
