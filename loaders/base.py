@@ -1,16 +1,20 @@
 """A base checkpoint on disk: Hugging Face's layout, one safetensors file or several behind an index."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from .errors import UnsupportedBase
 from .inventory import Inventory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -28,7 +32,7 @@ class BaseCheckpoint:
     """File name → the tensors the index expects in it; None without an index: whatever the file holds."""
 
     @classmethod
-    def open(cls, folder: Path) -> "BaseCheckpoint":
+    def open(cls, folder: Path) -> BaseCheckpoint:
         """Read `config.json` and find the weights. Raises UnsupportedBase naming the file or field."""
         config = _read_json(folder / "config.json")
         _check_quantization(config)

@@ -6,27 +6,26 @@ nothing here.
 """
 
 import json
+import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 from .errors import Finding, InvalidAdapter
+from .patterns import Patterns
 
 ALL_LINEAR = "all-linear"
-_EXPERT_LAYOUTS = ("per_expert_2d", "stacked", "shared_outer")
+_EXPERT_LAYOUTS = ("per_expert_2d", "stacked", "shared_outer", "target_parameters")
 
 # Field → why an adapter that uses it is refused. It is used unless absent, None, False, empty or "none".
 _REFUSED = {
-    "use_rslora": "rank-stabilised scaling (alpha / sqrt(r)) is not supported yet",
-    "alpha_pattern": "an alpha per module is not supported yet",
-    "rank_pattern": "a rank per module is not supported yet",
     "use_dora": "DoRA rescales the base's weights, which stay frozen here",
     "bias": "trained biases are not part of the LoRA branch",
     "lora_bias": "a bias on lora_B is not part of the LoRA branch",
     "modules_to_save": "fully trained modules would replace modules of the frozen base",
     "trainable_token_indices": "trained embedding rows would replace rows of the frozen base",
-    "target_parameters": "the target_parameters layout of expert factors is not supported yet",
     "fan_in_fan_out": "transposed base weights (Conv1D) are not supported",
     "layer_replication": "replicated layers would change the frozen base",
     "alora_invocation_tokens": "an adapter that starts in mid-prompt (activated LoRA) is not supported",
@@ -39,15 +38,16 @@ _REFUSED = {
 # Initialisations that leave the base's weights as they are. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA subtract
 # from the base instead, so such factors are wrong beside the original one unless PEFT converted them on save.
 _INIT_KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
-_REGEX = set("\\^$*+?()[]{}|")
+_MAX_PATTERNS = 10_000
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
     """The part of an adapter's config that serving depends on; `raw` is the whole of it.
 
-    `target_modules` are name suffixes as PEFT defines them, or only "all-linear". `layout` is the layout
-    that the config claims (SGLang's `_sglang_lora_format`), None when it claims none.
+    `target_modules` are name suffixes as PEFT defines them, or only "all-linear"; a string that is a regular
+    expression is in `target_regex` instead. `target_parameters` name banks of experts that are one parameter.
+    `layout` is the layout that the config claims (SGLang's `_sglang_lora_format`), None when it claims none.
     """
 
     rank: int
@@ -55,27 +55,96 @@ class AdapterConfig:
     target_modules: tuple[str, ...]
     base_model: str | None
     layout: str | None = None
+    target_regex: str | None = None
+    target_parameters: tuple[str, ...] = ()
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict[str, int])
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict[str, float])
+    peft_version: str | None = None
     raw: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
     @property
     def scale(self) -> float:
-        return self.alpha / self.rank
+        """Of the modules that no pattern mentions: alpha / r, or with rsLoRA alpha / √r."""
+        return _scale(self.alpha, self.rank, self.use_rslora)
+
+    def rank_of(self, path: str) -> int:
+        """The rank of one module by its path in the trained model, as PEFT decides it.
+
+        Raises InvalidAdapter when matching `rank_pattern` takes too long.
+        """
+        key = self._rank_keys.first_match(path)
+        return self.rank if key is None else self.rank_pattern[key]
+
+    def scale_of(self, path: str) -> float:
+        """The scale of one module by its path. Raises InvalidAdapter when matching takes too long."""
+        key = self._alpha_keys.first_match(path)
+        alpha = self.alpha if key is None else self.alpha_pattern[key]
+        return _scale(alpha, self.rank_of(path), self.use_rslora)
+
+    def targets(self, path: str) -> bool:
+        """Does the regular expression in `target_modules` match a module's whole path?"""
+        assert self.target_regex is not None
+        return self._target.first_match(path) is not None
+
+    def _broken_patterns(self) -> list[Finding]:
+        findings: list[Finding] = []
+        for field_name in ("_rank_keys", "_alpha_keys", "_target"):
+            try:
+                getattr(self, field_name)
+            except InvalidAdapter as error:
+                findings.extend(error.findings)
+        return findings
+
+    @cached_property
+    def _rank_keys(self) -> Patterns:
+        return Patterns("rank_pattern", self.rank_pattern)
+
+    @cached_property
+    def _alpha_keys(self) -> Patterns:
+        return Patterns("alpha_pattern", self.alpha_pattern)
+
+    @cached_property
+    def _target(self) -> Patterns:
+        return Patterns("target_modules", [self.target_regex or ""], whole=True)
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "AdapterConfig":
         """Check a config and keep what serving needs. Raises InvalidAdapter with one finding per field."""
-        findings = [*_refused_fields(config), *_bad_values(config)]
+        parsed, findings = cls.read(config)
         if findings:
             raise InvalidAdapter(findings)
-        targets = config["target_modules"]
-        return cls(
+        assert parsed is not None
+        return parsed
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> tuple["AdapterConfig | None", list[Finding]]:
+        """`parse` for a full report: what is wrong, and the config if the factors can still be checked."""
+        refused, bad = _refused_fields(config), _bad_values(config)
+        if bad:
+            return None, refused + bad
+        targets = config.get("target_modules") or []
+        pattern: str | None = targets if isinstance(targets, str) and targets != ALL_LINEAR else None
+        names = cast(list[str], [targets] if isinstance(targets, str) else targets)
+        parsed = cls(
             rank=config["r"],
             alpha=float(config["lora_alpha"]),
-            target_modules=(targets,) if isinstance(targets, str) else tuple(targets),
+            target_modules=() if pattern else tuple(names),
             base_model=config.get("base_model_name_or_path"),
             layout=config.get("_sglang_lora_format"),
+            target_regex=pattern,
+            target_parameters=tuple(config.get("target_parameters") or ()),
+            use_rslora=config.get("use_rslora") or False,
+            rank_pattern=config.get("rank_pattern") or {},
+            alpha_pattern=config.get("alpha_pattern") or {},
+            peft_version=config.get("peft_version"),
             raw=dict(config),
         )
+        return parsed, refused + parsed._broken_patterns()
+
+
+def _scale(alpha: float, rank: int, use_rslora: bool) -> float:
+    return alpha / (math.sqrt(rank) if use_rslora else rank)
 
 
 def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
@@ -135,11 +204,25 @@ def _bad_values(config: Mapping[str, Any]) -> list[Finding]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     base_model = config.get("base_model_name_or_path")
     check("peft_type", config.get("peft_type") == "LORA", '"LORA"')
-    check("r", type(rank) is int and rank > 0, "a positive integer")
+    check("r", _is_rank(rank), "a positive integer")
     check("lora_alpha", _positive_number(alpha), "a positive finite number")
     check("base_model_name_or_path", base_model is None or isinstance(base_model, str), "a string or null")
-    targets_expected = f'a list of module names (no regular expression), or "{ALL_LINEAR}"'
-    check("target_modules", _is_targets(config.get("target_modules")), targets_expected)
+    targets, parameters = config.get("target_modules"), config.get("target_parameters")
+    names_expected = f'a list of module names, a regular expression, or "{ALL_LINEAR}"'
+    has_targets = (isinstance(targets, str) or _is_names(targets)) and bool(targets)
+    # PEFT takes an adapter of parameters alone.
+    check("target_modules", has_targets or bool(not targets and parameters), names_expected)
+    check("target_parameters", parameters is None or _is_names(parameters), "a list of parameter names")
+    check("use_rslora", config.get("use_rslora") in (None, False, True), "true or false")
+    check("peft_version", isinstance(config.get("peft_version", ""), str | None), "a string")
+    for name, valid, expected in (
+        ("rank_pattern", _is_rank, "positive integers"),
+        ("alpha_pattern", _positive_number, "positive finite numbers"),
+    ):
+        pattern = config.get(name) or {}
+        fits = isinstance(pattern, dict) and len(cast(dict[str, object], pattern)) <= _MAX_PATTERNS
+        fits = fits and all(map(valid, cast(dict[str, object], pattern).values()))
+        check(name, fits, f"regular expressions (at most {_MAX_PATTERNS}) with {expected}")
     known_layout = config.get("_sglang_lora_format") in (None, *_EXPERT_LAYOUTS)
     check("_sglang_lora_format", known_layout, f"one of {', '.join(_EXPERT_LAYOUTS)}")
     try:
@@ -154,12 +237,12 @@ def _positive_number(value: object) -> bool:
     return type(value) in (int, float) and 0 < cast(float, value) < 2**63
 
 
-def _is_targets(value: object) -> bool:
-    if value == ALL_LINEAR:
-        return True
+def _is_rank(value: object) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def _is_names(value: object) -> bool:
     if not isinstance(value, list | tuple):
-        return (
-            False  # PEFT reads another string as a regular expression; matching a hostile one may never end
-        )
+        return False
     names = cast(list[object], value)
-    return bool(names) and all(isinstance(name, str) and name and not _REGEX & set(name) for name in names)
+    return all(isinstance(name, str) and name for name in names)

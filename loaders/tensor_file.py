@@ -6,6 +6,8 @@ hostile file costs no more memory than its own header. Format: https://github.co
 read, not memory-mapped: a file that is cut short under a mapping would kill the process with SIGBUS.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os
@@ -14,10 +16,10 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # what only reads headers need not wait for torch
+    from torch import Tensor
 
 from .config import unique_keys
 from .errors import UnsafeFile
@@ -37,7 +39,8 @@ _ITEM_BYTES = {
     "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
-FLOAT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+FLOAT_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""Of factors: safetensors' names and torch's."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,10 @@ class TensorFile:
 
         Raises UnsafeFile when the file was changed since it was checked.
         """
+        import torch
+
         first = entries[0]
-        out = torch.empty((len(entries), *first.shape), dtype=FLOAT_DTYPES[first.dtype])
+        out = torch.empty((len(entries), *first.shape), dtype=getattr(torch, FLOAT_DTYPES[first.dtype]))
         for row, entry in zip(out, entries, strict=True):
             assert (entry.shape, entry.dtype) == (first.shape, first.dtype), "stacked tensors are alike"
             self._read_into(bytes_of(row), entry.start)
@@ -82,11 +87,14 @@ class TensorFile:
 
     def chunks(self, entry: TensorEntry) -> Iterator[Tensor]:
         """A float tensor's values in flat pieces that share one buffer: use each before the next."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, FLOAT_DTYPES[entry.dtype])
         buffer = torch.empty(min(entry.nbytes, _CHUNK_BYTES), dtype=torch.uint8)
         for done in range(0, entry.nbytes, _CHUNK_BYTES):
             piece = buffer[: entry.nbytes - done]
             self._read_into(bytes_of(piece), entry.start + done)
-            yield piece.view(FLOAT_DTYPES[entry.dtype])
+            yield piece.view(dtype)
         self._require_unchanged()
 
     def _read_header(self) -> tuple[bytes, list[TensorEntry]]:
@@ -221,4 +229,6 @@ def _naturals(value: object) -> tuple[int, ...] | None:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, shared and writable."""
+    import torch
+
     return tensor.reshape(-1).view(torch.uint8).numpy().data

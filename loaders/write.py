@@ -1,15 +1,17 @@
 """Writes an adapter folder that is there whole or not at all, also after a power cut."""
 
+from __future__ import annotations
+
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 from .adapter import CONFIG, WEIGHTS
 
@@ -20,6 +22,8 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[s
     Everything is written and synced beside `folder`, then renamed. Raises OSError when `folder` exists with
     files in it: a version is never overwritten.
     """
+    from safetensors.torch import save_file
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:

@@ -174,7 +174,7 @@ def test_unmatched_names(findings: Callable[..., dict[str, Finding]], tensors: d
         f"{ATTENTION}.q_proj.lora_magnitude_vector": "factor's name",
         "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": "no module",
         f"{ATTENTION}.rotary.lora_A.weight": "no module",
-        f"{EXPERTS}.shared.w1.lora_A.weight": "no module",
+        f"{EXPERTS}.shared.w1.lora_A.weight": "is per_expert_2d among stacked",
         f"{EXPERTS}.w4.lora_A.weight": "no module",
         f"{EXPERTS}.16.gate_proj.lora_A.weight": "no expert 16",
     }

@@ -29,6 +29,7 @@ _CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "num_experts": 4,
+    "vocab_size": 320,
     "max_position_embeddings": 512,
 }
 _Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
