@@ -70,15 +70,13 @@ def serve(
     max_json_bytes: Annotated[int | None, _setting("max_json_bytes")] = None,
 ) -> None:
     """Serve a base and its adapters over OpenAI's HTTP API."""
-    given = {name: value for name, value in context.params.items() if value is not None}
-    if adapters:
-        given["adapters"] = _named_folders(adapters)
+    given = context.params | {"adapters": _named_folders(adapters or [])}
     from lanewise.loaders import LoaderError  # imported late, with torch: other commands need not wait for it
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
-        settings = _settings(given)
+        settings = _settings({name: value for name, value in given.items() if value not in (None, {})})
         _serve(settings)
     except (LanewiseError, LoaderError, OSError) as error:
         _errors.print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", soft_wrap=True)

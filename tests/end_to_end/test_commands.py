@@ -27,10 +27,15 @@ def test_adapters(served: Any, adapter_folders: dict[str, Path]) -> None:
     assert "command@1 is active" in pushed.stdout
     assert "command@2 is stored" in run(served, "adapters", "push", "command", folder, "--no-activate").stdout
     listed = run(served, "adapters", "list").stdout
-    assert re.search(r"command +1 +active +4 +shared_outer", listed)
-    assert re.search(r"command +2 +stored", listed)
+    assert re.search(r"(?m)^command@1 +active +4 +shared_outer .* 2 *$", listed)
+    assert "command@2" not in listed
+    versions = run(served, "adapters", "list", "command").stdout
+    assert re.search(r"(?m)^command@1 +active", versions)
+    assert re.search(r"(?m)^command@2 +stored", versions)
     assert "command@2 is active" in run(served, "adapters", "activate", "command", "2").stdout
-    assert "deleted command@1" in run(served, "adapters", "delete", "command", "1").stdout
+    assert "command@1 is active" in run(served, "adapters", "activate", "command@1").stdout
+    assert run(served, "adapters", "activate", "command").returncode == 2
+    assert "deleted command@2" in run(served, "adapters", "delete", "command@2").stdout
     assert "deleted command\n" in run(served, "adapters", "delete", "command").stdout
     gone = run(served, "adapters", "delete", "command")
     assert gone.returncode == 1
@@ -58,9 +63,15 @@ def test_errors_are_said_plainly(served: Any, tmp_path: Path) -> None:
     assert empty.returncode != 0
     assert "adapter_config.json" in empty.stderr
     away = run(served, "adapters", "list", "--url", "http://127.0.0.1:1")
-    assert away.returncode == 1
-    assert "127.0.0.1:1" in away.stderr
-    assert not any("Traceback" in result.stderr for result in (unknown, empty, away))
+    silent = run(served, "chat", "--url", "http://127.0.0.1:1", "Hi")
+    for result in (away, silent):
+        assert result.returncode == 1
+        assert "127.0.0.1:1" in result.stderr
+        assert "lanewise serve" in result.stderr
+    assert not any("Traceback" in result.stderr for result in (unknown, empty, away, silent))
+    goes_on = run(served, "chat", "--model", "nobody", stdin="Hi\nStill there?\n")
+    assert goes_on.returncode == 0
+    assert goes_on.stderr.count("nobody") == 2
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +91,14 @@ def test_every_command_of_the_readme_works(
         [c for c in commands if "serve" not in c.split()],
     )
     # `serve` fixture runs it with the same options, on a free port.
-    assert starts == ["lanewise serve --base BASE_FOLDER --adapter argon=ADAPTER_FOLDER"]
+    assert starts == ["lanewise serve --base files/tiny-moe --adapter argon=files/argon"]
     assert len(others) >= 6
     folder = adapter_folders["a0"]
     with serve(tmp_path / "data", {"argon": folder}) as served:
         for seed in (1, 2):
             served.client.push_folder("argon", adapter_folders[f"a{seed}"])  # so that versions 2 and 3 exist
         for command in others:
-            line = command.replace("http://127.0.0.1:8000", served.url).replace("ADAPTER_FOLDER", str(folder))
+            line = command.replace("http://127.0.0.1:8000", served.url).replace("files/argon", str(folder))
             environment = os.environ | {
                 "LANEWISE_URL": served.url,
                 "PATH": f"{LANEWISE.parent}:{os.environ['PATH']}",
@@ -113,7 +124,7 @@ def test_every_python_snippet_of_the_readme_works(
         for snippet in snippets:
             # A random adapter does not know when to stop, so it is told.
             code = snippet.replace("http://127.0.0.1:8000", served.url)
-            code = code.replace('model="argon",', 'model="argon", max_tokens=8,')
+            code = code.replace("temperature=0,", "temperature=0, max_tokens=8,")
             names: dict[str, Any] = {"factors": random_factors(3), "adapter_config": adapter_config}
             exec(code, names)
             if "publisher" in names:

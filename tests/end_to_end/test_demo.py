@@ -11,17 +11,21 @@ from pathlib import Path
 import pytest
 
 from lanewise.clients.trainer import PASSWORDS
+from lanewise.loaders import BaseCheckpoint, read_adapter
 
 LANEWISE = Path(sys.executable).with_name("lanewise")
 
 
 @pytest.mark.slow
 def test_the_demo_proves_recall_and_keeps_serving(tmp_path: Path) -> None:
-    result = tmp_path / "results" / "recall.json"
+    result, kept = tmp_path / "results" / "recall.json", tmp_path / "files"
     before = set(Path.cwd().iterdir())
     environment = os.environ | {"COLUMNS": "100", "TMPDIR": str(tmp_path), "NO_COLOR": "1"}
     demo = subprocess.Popen(
-        [LANEWISE, "demo", "--json", str(result)], stdout=subprocess.PIPE, text=True, env=environment
+        [LANEWISE, "demo", "--json", str(result), "--keep", str(kept)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     try:
         assert demo.stdout is not None
@@ -58,5 +62,7 @@ def test_the_demo_proves_recall_and_keeps_serving(tmp_path: Path) -> None:
         demo.send_signal(signal.SIGINT)
         rest, _ = demo.communicate(timeout=30)
     assert demo.returncode == 0, rest
+    assert {folder.name for folder in kept.iterdir()} == {"tiny-moe", *PASSWORDS}
+    read_adapter(kept / "argon", BaseCheckpoint.open(kept / "tiny-moe").inventory, max_rank=16)
     assert list(tmp_path.glob("lanewise-*")) == [], "the demo cleans up after itself"
     assert set(Path.cwd().iterdir()) == before, "nothing is written beside it"

@@ -292,3 +292,13 @@ def test_pushes_are_limited_in_number(start: Any, factors: Any) -> None:
             assert slow.result().status_code == 201
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_pushes")
         assert refused.headers["retry-after"]
+
+
+def test_a_misspelt_query_is_refused(server: Any, factors: Any) -> None:
+    usual = factors()
+    response = server.http.post(
+        "/v1/adapters/argon/versions?activat=true", content=usual.body, headers=usual.headers
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "activat"
+    assert server.http.get("/v1/adapters").json()["data"] == []

@@ -51,6 +51,25 @@ def test_environment_fills_in_and_options_win(
     assert (served[0].base, served[0].port) == (Path("from-environment"), 9)
 
 
+def test_environment_that_is_not_json_is_named(
+    served: list[Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LANEWISE_ADAPTERS", "argon=folder")
+    result = run("--base", "x")
+    assert result.exit_code == 2
+    assert "adapters" in result.output
+    assert not served
+
+
+def test_help_tells_every_setting_its_default_and_its_variable() -> None:
+    shown = " ".join(run("--help").output.replace("│", " ").split())
+    for name, field in Settings.model_fields.items():
+        if name != "adapters":
+            assert f"--{name.replace('_', '-')}" in shown
+            assert f"LANEWISE_{name.upper()}" in shown
+            assert field.default is None or field.is_required() or f"default: {field.default}" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
