@@ -31,17 +31,18 @@ VOCABULARY = 320  # 256 bytes, four special tokens, and unused ids up to a multi
 
 PRINTABLE = "".join(chr(c) for c in range(0x20, 0x7F))
 
-_FP8 = ("qwen3", "qwen3_moe", "qwen3_5_moe", "glm_moe_dsa")
+Architecture = Literal[
+    "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_moe", "glm4_moe", "deepseek_v3", "glm_moe_dsa"
+]
+_PLAIN = ("llama", "qwen2", "glm4_moe")  # whose makers publish no block FP8
 _COMPOSITE = ("qwen3_5_moe",)  # config.json and tensor names of a text model inside a larger one
-
-Architecture = Literal["llama", "qwen3", "qwen3_moe", "qwen3_5_moe", "glm_moe_dsa"]
 
 
 def write_tiny_base(folder: Path, architecture: Architecture = "qwen3_moe", seed: int = 0) -> Path:
     """Write config, tokenizer and weights (a few MB) into `folder` and return it. Same seed, same bytes.
 
     Weights are as real checkpoints have them: linears and experts in block FP8 with `weight_scale_inv`, the
-    rest bf16; Llama's are all bf16. Qwen3.5's are named as beside a vision tower, which is left out.
+    rest bf16; or all bf16. Qwen3.5's are named as beside a vision tower, which is left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
@@ -74,7 +75,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _weights(architecture: Architecture, tokenizer: PreTrainedTokenizerFast, seed: int) -> dict[str, Tensor]:
-    weights = Weights(seed, fp8=architecture in _FP8)
+    weights = Weights(seed, fp8=architecture not in _PLAIN)
     model = "model.language_model" if architecture in _COMPOSITE else "model"
     weights.normal(f"{model}.embed_tokens.weight", VOCABULARY, HIDDEN, std=1.0)
     for index in range(CONFIGS[architecture]["num_hidden_layers"]):
@@ -108,7 +109,7 @@ def _config(
     if architecture in _COMPOSITE:
         outside = {key: config.pop(key) for key in ("architectures", "model_type", "tie_word_embeddings")}
         config = {**outside, "text_config": {"model_type": f"{architecture}_text", **config}}
-    if architecture in _FP8:
+    if architecture not in _PLAIN:
         config["quantization_config"] = {
             "quant_method": "fp8",
             "fmt": "e4m3",

@@ -82,11 +82,36 @@ _COMMON: Config = {
 }
 _ROUTED: Config = {"moe_intermediate_size": INNER, "num_experts_per_tok": TOP_K, "norm_topk_prob": True}
 
+_AFTER_DENSE: Config = {
+    **_COMMON,
+    **_ROUTED,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+}
+_LATENT: Config = {
+    **_AFTER_DENSE,
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": LATENT,
+    "kv_lora_rank": LATENT,
+    "qk_nope_head_dim": NOPE_DIM,
+    "qk_rope_head_dim": ROPE_DIM,
+    "v_head_dim": VALUE_DIM,
+}
+
 
 def llama(weights: Weights, layer: str, index: int) -> None:
     weights.norms(layer)
     weights.attention(f"{layer}.self_attn")
     weights.mlp(f"{layer}.mlp", 2 * INNER)
+
+
+def qwen2(weights: Weights, layer: str, index: int) -> None:
+    llama(weights, layer, index)
+    _query_key_value_biases(weights, layer)
 
 
 def qwen3(weights: Weights, layer: str, index: int) -> None:
@@ -114,31 +139,57 @@ def qwen3_5_moe(weights: Weights, layer: str, index: int) -> None:
     weights.normal(f"{layer}.mlp.shared_expert_gate.weight", 1, HIDDEN, std=1 / HIDDEN**0.5)
 
 
-def glm_moe_dsa(weights: Weights, layer: str, index: int) -> None:
-    """Latent attention under an indexer that every second layer has; the first layer's MLP is dense."""
+def glm4_moe(weights: Weights, layer: str, index: int) -> None:
     weights.norms(layer)
-    attention, heads = f"{layer}.self_attn", HEADS
-    weights.linear(f"{attention}.q_a_proj", LATENT, HIDDEN)
-    weights.ones(f"{attention}.q_a_layernorm.weight", LATENT)
-    weights.linear(f"{attention}.q_b_proj", heads * (NOPE_DIM + ROPE_DIM), LATENT)
-    weights.linear(f"{attention}.kv_a_proj_with_mqa", LATENT + ROPE_DIM, HIDDEN)
-    weights.ones(f"{attention}.kv_a_layernorm.weight", LATENT)
-    weights.linear(f"{attention}.kv_b_proj", heads * (NOPE_DIM + VALUE_DIM), LATENT)
-    weights.linear(f"{attention}.o_proj", HIDDEN, heads * VALUE_DIM, gain=2.0)
-    if index % 2 == 0:
-        indexer = f"{attention}.indexer"
-        weights.linear(f"{indexer}.wq_b", INDEX_HEADS * INDEX_DIM, LATENT)
-        weights.linear(f"{indexer}.wk", INDEX_DIM, HIDDEN)
-        weights.ones(f"{indexer}.k_norm.weight", INDEX_DIM)
-        weights.constant(f"{indexer}.k_norm.bias", INDEX_DIM, 0)
-        weights.normal(f"{indexer}.weights_proj.weight", INDEX_HEADS, HIDDEN, std=1 / HIDDEN**0.5)
-    if index == 0:
-        weights.mlp(f"{layer}.mlp", 2 * INNER)
+    weights.attention(f"{layer}.self_attn")
+    _query_key_value_biases(weights, layer)
+    _query_key_norms(weights, layer, 1)
+    _dense_then_experts(weights, f"{layer}.mlp", index)
+
+
+def deepseek_v3(weights: Weights, layer: str, index: int) -> None:
+    weights.norms(layer)
+    _latent_attention(weights, f"{layer}.self_attn")
+    _dense_then_experts(weights, f"{layer}.mlp", index)
+
+
+def glm_moe_dsa(weights: Weights, layer: str, index: int) -> None:
+    """DeepSeek-V3's layers under an indexer, which every second layer has."""
+    deepseek_v3(weights, layer, index)
+    if index % 2:
         return
-    weights.experts(f"{layer}.mlp")
-    bias = weights.normal(f"{layer}.mlp.gate.e_score_correction_bias", EXPERTS, std=0.1)
-    weights.tensors[f"{layer}.mlp.gate.e_score_correction_bias"] = bias.float()
-    weights.mlp(f"{layer}.mlp.shared_experts", INNER)
+    indexer = f"{layer}.self_attn.indexer"
+    weights.linear(f"{indexer}.wq_b", INDEX_HEADS * INDEX_DIM, LATENT)
+    weights.linear(f"{indexer}.wk", INDEX_DIM, HIDDEN)
+    weights.ones(f"{indexer}.k_norm.weight", INDEX_DIM)
+    weights.constant(f"{indexer}.k_norm.bias", INDEX_DIM, 0)
+    weights.normal(f"{indexer}.weights_proj.weight", INDEX_HEADS, HIDDEN, std=1 / HIDDEN**0.5)
+
+
+def _latent_attention(weights: Weights, name: str) -> None:
+    weights.linear(f"{name}.q_a_proj", LATENT, HIDDEN)
+    weights.ones(f"{name}.q_a_layernorm.weight", LATENT)
+    weights.linear(f"{name}.q_b_proj", HEADS * (NOPE_DIM + ROPE_DIM), LATENT)
+    weights.linear(f"{name}.kv_a_proj_with_mqa", LATENT + ROPE_DIM, HIDDEN)
+    weights.ones(f"{name}.kv_a_layernorm.weight", LATENT)
+    weights.linear(f"{name}.kv_b_proj", HEADS * (NOPE_DIM + VALUE_DIM), LATENT)
+    weights.linear(f"{name}.o_proj", HIDDEN, HEADS * VALUE_DIM, gain=2.0)
+
+
+def _dense_then_experts(weights: Weights, name: str, index: int) -> None:
+    """The first layer's MLP is dense; later ones have experts, one of them for every token."""
+    if index == 0:
+        weights.mlp(name, 2 * INNER)
+        return
+    weights.experts(name)
+    bias = weights.normal(f"{name}.gate.e_score_correction_bias", EXPERTS, std=0.1)
+    weights.tensors[f"{name}.gate.e_score_correction_bias"] = bias.float()
+    weights.mlp(f"{name}.shared_experts", INNER)
+
+
+def _query_key_value_biases(weights: Weights, layer: str) -> None:
+    for name, heads in (("q_proj", HEADS), ("k_proj", KV_HEADS), ("v_proj", KV_HEADS)):
+        weights.normal(f"{layer}.self_attn.{name}.bias", heads * HEAD_DIM, std=0.2)
 
 
 def _query_key_norms(weights: Weights, layer: str, value: float) -> None:
@@ -161,11 +212,15 @@ def _delta_net(weights: Weights, name: str) -> None:
 
 Layer = Callable[[Weights, str, int], None]
 
-LAYERS: dict[str, Layer] = {f.__name__: f for f in (llama, qwen3, qwen3_moe, qwen3_5_moe, glm_moe_dsa)}
+LAYERS: dict[str, Layer] = {
+    layer.__name__: layer
+    for layer in (llama, qwen2, qwen3, qwen3_moe, qwen3_5_moe, glm4_moe, deepseek_v3, glm_moe_dsa)
+}
 """By architecture, what adds one decoder layer's weights: (weights, the layer's name, its number)."""
 
 CONFIGS: dict[str, Config] = {
     "llama": _COMMON | {"architectures": ["LlamaForCausalLM"]},
+    "qwen2": _COMMON | {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": _COMMON | {"architectures": ["Qwen3ForCausalLM"]},
     "qwen3_moe": _COMMON
     | _ROUTED
@@ -197,23 +252,18 @@ CONFIGS: dict[str, Config] = {
             "mrope_interleaved": True,
         },
     },
-    "glm_moe_dsa": _COMMON
-    | _ROUTED
+    "glm4_moe": _AFTER_DENSE
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "deepseek_v3": _LATENT | {"architectures": ["DeepseekV3ForCausalLM"]},
+    "glm_moe_dsa": _LATENT
     | {
         "architectures": ["GlmMoeDsaForCausalLM"],
         "num_hidden_layers": 4,
-        "num_key_value_heads": HEADS,
-        "q_lora_rank": LATENT,
-        "kv_lora_rank": LATENT,
-        "qk_nope_head_dim": NOPE_DIM,
-        "qk_rope_head_dim": ROPE_DIM,
-        "v_head_dim": VALUE_DIM,
-        "n_routed_experts": EXPERTS,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 2.5,
-        "first_k_dense_replace": 1,
         "index_n_heads": INDEX_HEADS,
         "index_head_dim": INDEX_DIM,
         "index_topk": 32,

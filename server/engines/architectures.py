@@ -14,7 +14,10 @@ from lanewise.loaders import UnsupportedBase
 from .attention import ATTENTION, attention_memory
 from .seats import LayerMemory
 
-SERVED = ("llama", "qwen3", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text", "glm_moe_dsa")
+SERVED = (
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe"),
+    *("deepseek_v3", "glm_moe_dsa", "qwen3_5_moe", "qwen3_5_moe_text"),
+)
 _DEPEND_ON_THE_BATCH = ("dynamic", "longrope")  # rotary embeddings that change with the longest row
 
 
@@ -40,6 +43,8 @@ def prepare(model: PreTrainedModel) -> list[LayerMemory]:
         raise UnsupportedBase(f"config.json: rope type {rope!r} makes answers depend on others in the batch")
     model.set_attn_implementation(ATTENTION)
     match config.model_type:
+        case "deepseek_v3":
+            return [_latent_attention(config)] * config.num_hidden_layers
         case "glm_moe_dsa":
             return _prepare_sparse(model)
         case "qwen3_5_moe_text":
@@ -54,16 +59,19 @@ def _attention(config: PreTrainedConfig) -> LayerMemory:
     return attention_memory(getattr(config, "num_key_value_heads", None) or heads, dim, dim)
 
 
-def _prepare_sparse(model: PreTrainedModel) -> list[LayerMemory]:
+def _latent_attention(config: PreTrainedConfig) -> LayerMemory:
     """Keys and values are kept per head, as attention takes them, not as the latent they come from."""
+    key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return attention_memory(config.num_attention_heads, key_dim, config.v_head_dim)
+
+
+def _prepare_sparse(model: PreTrainedModel) -> list[LayerMemory]:
     from .sparse_attention import index_by_span, indexer_memory
 
     index_by_span(model)
-    config = model.config
-    key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    attention = attention_memory(config.num_attention_heads, key_dim, config.v_head_dim)
-    indexed = {**attention, **indexer_memory(config.index_head_dim)}
-    return [indexed if kind == "full" else attention for kind in config.indexer_types]
+    attention = _latent_attention(model.config)
+    indexed = {**attention, **indexer_memory(model.config.index_head_dim)}
+    return [indexed if kind == "full" else attention for kind in model.config.indexer_types]
 
 
 def _prepare_hybrid(model: PreTrainedModel) -> list[LayerMemory]:

@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -23,9 +23,10 @@ from lanewise.kernels.tolerances import assert_close
 from lanewise.loaders import BaseCheckpoint, UnsupportedBase
 from lanewise.server.engines.architectures import SERVED, check_served, prepare
 from lanewise.server.engines.seats import Seats, Span, Step
+from lanewise.server.tiny_base import Architecture
 
 Pair = tuple[str, Tensor, Tensor, float]
-ARCHITECTURES = ("llama", "qwen3", "qwen3_moe", "qwen3_5_moe", "glm_moe_dsa")
+ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 RANK = 4
 CONTEXT = 512
 TOKENS = torch.randint(256, (4, 80), generator=torch.Generator().manual_seed(0))
@@ -198,6 +199,19 @@ def test_growing_keeps_what_is_there(served: Served) -> None:
 
 def test_every_module_of_the_inventory_is_adapted_and_no_other(served: Served) -> None:
     assert set(BaseCheckpoint.open(served.folder).inventory.modules) == set(served.pool.modules)
+
+
+def test_a_tied_head_is_in_neither(tiny_base: Any, tmp_path: Path) -> None:
+    """As in most small bases: no lm_head on disk, and none to adapt."""
+    config = json.loads((tiny_base("qwen3") / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tiny_base("qwen3") / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = BaseCheckpoint.open(tmp_path)
+    pool = attach(load_base(checkpoint.config, checkpoint.tensors()), slots=1, max_rank=1)
+    assert "lm_head" not in pool.modules
+    assert set(checkpoint.inventory.modules) == set(pool.modules)
 
 
 def test_a_sharded_checkpoint_is_the_same_base(served: Served, tmp_path: Path) -> None:
