@@ -3,6 +3,7 @@
 from .adapter import Adapter, read_adapter, read_adapter_file
 from .base import BaseCheckpoint
 from .config import AdapterConfig, parse_json_object
+from .convert import Conversion, convert
 from .digest import AdapterDigest, digest_of
 from .errors import Finding, InvalidAdapter, LoaderError, UnsafeFile, UnsupportedBase
 from .inventory import Inventory, Layout, Module
@@ -13,6 +14,7 @@ __all__ = [
     "AdapterConfig",
     "AdapterDigest",
     "BaseCheckpoint",
+    "Conversion",
     "Finding",
     "InvalidAdapter",
     "Inventory",
@@ -21,6 +23,7 @@ __all__ = [
     "Module",
     "UnsafeFile",
     "UnsupportedBase",
+    "convert",
     "digest_of",
     "parse_json_object",
     "read_adapter",
