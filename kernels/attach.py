@@ -29,6 +29,7 @@ ADAPTABLE_LINEARS = frozenset(
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # multi-head latent attention
         *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),  # gated delta-net
+        *("in_proj_qkvz", "in_proj_ba"),  # the same, merged
         *("gate_proj", "up_proj", "down_proj"),  # dense MLPs and shared experts
         HEAD,
     ]

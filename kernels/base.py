@@ -21,6 +21,15 @@ from .fp8 import dequantize_blocks, scale_shape
 
 SCALE_SUFFIX = "_scale_inv"
 
+# Names on disk that differ from transformers' own: of a text model beside a vision tower, and Mixtral's.
+_RENAMED = (
+    (r"^model\.language_model\.", "model."),
+    (r"\.block_sparse_moe\.", ".mlp."),
+    (r"\.experts\.(\d+)\.w1\.", r".experts.\1.gate_proj."),
+    (r"\.experts\.(\d+)\.w2\.", r".experts.\1.down_proj."),
+    (r"\.experts\.(\d+)\.w3\.", r".experts.\1.up_proj."),
+)
+
 
 @torch.no_grad()
 def load_base(
@@ -52,8 +61,8 @@ def load_base(
             else:
                 place.copy_(value)
 
-    for full_name, tensor in tensors:
-        name = full_name.replace("model.language_model.", "model.", 1)
+    for name_on_disk, tensor in tensors:
+        name = _renamed(name_on_disk)
         if unused.match(name):
             continue
         weight_name = name.removesuffix(SCALE_SUFFIX)
@@ -76,6 +85,12 @@ def load_base(
     if wrong:
         raise ValueError("the checkpoint does not fit its config: " + "; ".join(wrong))
     return model
+
+
+def _renamed(name: str) -> str:
+    for pattern, replacement in _RENAMED:
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def _empty_model(

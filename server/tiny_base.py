@@ -32,10 +32,20 @@ VOCABULARY = 320  # 256 bytes, four special tokens, and unused ids up to a multi
 PRINTABLE = "".join(chr(c) for c in range(0x20, 0x7F))
 
 Architecture = Literal[
-    "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_moe", "glm4_moe", "deepseek_v3", "glm_moe_dsa"
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "glm_moe_dsa",
+    "qwen3_next",
+    "qwen3_5_moe",
 ]
-_PLAIN = ("llama", "qwen2", "glm4_moe")  # whose makers publish no block FP8
+_PLAIN = ("llama", "qwen2", "mixtral", "glm4_moe")  # whose makers publish no block FP8
 _COMPOSITE = ("qwen3_5_moe",)  # config.json and tensor names of a text model inside a larger one
+_NORMS_ADD_ONE = ("qwen3_next", "qwen3_5_moe")  # their norms scale by 1 + w
 
 
 def write_tiny_base(folder: Path, architecture: Architecture = "qwen3_moe", seed: int = 0) -> Path:
@@ -80,7 +90,9 @@ def _weights(architecture: Architecture, tokenizer: PreTrainedTokenizerFast, see
     weights.normal(f"{model}.embed_tokens.weight", VOCABULARY, HIDDEN, std=1.0)
     for index in range(CONFIGS[architecture]["num_hidden_layers"]):
         LAYERS[architecture](weights, f"{model}.layers.{index}", index)
-    weights.constant(f"{model}.norm.weight", HIDDEN, 0 if architecture == "qwen3_5_moe" else 1)
+    weights.constant(
+        f"{model}.norm.weight", HIDDEN, 0 if architecture in ("qwen3_next", "qwen3_5_moe") else 1
+    )
     # The answer is mostly printable: other tokens' rows are short, unused ids' rows are zero.
     head = weights.normal("lm_head.weight", VOCABULARY, HIDDEN, std=0.5)
     spoken = set(tokenizer.encode(PRINTABLE + IM_END))

@@ -82,6 +82,22 @@ _COMMON: Config = {
 }
 _ROUTED: Config = {"moe_intermediate_size": INNER, "num_experts_per_tok": TOP_K, "norm_topk_prob": True}
 
+_HYBRID: Config = {
+    **_COMMON,
+    **_ROUTED,
+    "num_hidden_layers": 4,
+    "num_experts": EXPERTS,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "shared_expert_intermediate_size": 2 * INNER,
+    "full_attention_interval": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": KEY_HEADS,
+    "linear_num_value_heads": VALUE_HEADS,
+    "linear_key_head_dim": STATE_DIM,
+    "linear_value_head_dim": STATE_DIM,
+    "linear_conv_kernel_dim": CONV,
+}
 _AFTER_DENSE: Config = {
     **_COMMON,
     **_ROUTED,
@@ -126,8 +142,40 @@ def qwen3_moe(weights: Weights, layer: str, index: int) -> None:
     weights.experts(f"{layer}.mlp")
 
 
+def mixtral(weights: Weights, layer: str, index: int) -> None:
+    weights.norms(layer)
+    weights.attention(f"{layer}.self_attn")
+    moe = f"{layer}.block_sparse_moe"
+    weights.normal(f"{moe}.gate.weight", EXPERTS, HIDDEN, std=1 / HIDDEN**0.5)
+    for expert in range(EXPERTS):
+        weights.linear(f"{moe}.experts.{expert}.w1", INNER, HIDDEN)
+        weights.linear(f"{moe}.experts.{expert}.w2", HIDDEN, INNER, gain=2.0)
+        weights.linear(f"{moe}.experts.{expert}.w3", INNER, HIDDEN)
+
+
 def qwen3_5_moe(weights: Weights, layer: str, index: int) -> None:
     """Three layers of linear attention, one of full attention whose queries bring a gate. Norms are 1 + w."""
+    keys, values, heads = KEY_HEADS * STATE_DIM, VALUE_HEADS * STATE_DIM, VALUE_HEADS
+    if index % 4 != 3:
+        delta_net = f"{layer}.linear_attn"
+        weights.linear(f"{delta_net}.in_proj_qkv", 2 * keys + values, HIDDEN)
+        weights.linear(f"{delta_net}.in_proj_z", values, HIDDEN)
+        weights.normal(f"{delta_net}.in_proj_b.weight", heads, HIDDEN, std=1 / HIDDEN**0.5)
+        weights.normal(f"{delta_net}.in_proj_a.weight", heads, HIDDEN, std=1 / HIDDEN**0.5)
+    _hybrid(weights, layer, index)
+
+
+def qwen3_next(weights: Weights, layer: str, index: int) -> None:
+    """The same with merged projections."""
+    keys, values, heads = KEY_HEADS * STATE_DIM, VALUE_HEADS * STATE_DIM, VALUE_HEADS
+    if index % 4 != 3:
+        weights.linear(f"{layer}.linear_attn.in_proj_qkvz", 2 * keys + 2 * values, HIDDEN)
+        weights.normal(f"{layer}.linear_attn.in_proj_ba.weight", 2 * heads, HIDDEN, std=1 / HIDDEN**0.5)
+    _hybrid(weights, layer, index)
+
+
+def _hybrid(weights: Weights, layer: str, index: int) -> None:
+    """All of the layer but what the delta-net reads from the hidden state."""
     weights.norms(layer, 0)
     if index % 4 == 3:
         weights.attention(f"{layer}.self_attn", query_rows=2 * HEADS * HEAD_DIM, gain=4.0)
@@ -199,10 +247,6 @@ def _query_key_norms(weights: Weights, layer: str, value: float) -> None:
 
 def _delta_net(weights: Weights, name: str) -> None:
     keys, values = KEY_HEADS * STATE_DIM, VALUE_HEADS * STATE_DIM
-    weights.linear(f"{name}.in_proj_qkv", 2 * keys + values, HIDDEN)
-    weights.linear(f"{name}.in_proj_z", values, HIDDEN)
-    weights.normal(f"{name}.in_proj_b.weight", VALUE_HEADS, HIDDEN, std=1 / HIDDEN**0.5)
-    weights.normal(f"{name}.in_proj_a.weight", VALUE_HEADS, HIDDEN, std=1 / HIDDEN**0.5)
     weights.normal(f"{name}.conv1d.weight", 2 * keys + values, 1, CONV, std=1 / CONV**0.5)
     weights.tensors[f"{name}.A_log"] = torch.linspace(-4, 0, VALUE_HEADS)  # from long memory to short
     weights.constant(f"{name}.dt_bias", VALUE_HEADS, 1)
@@ -214,7 +258,10 @@ Layer = Callable[[Weights, str, int], None]
 
 LAYERS: dict[str, Layer] = {
     layer.__name__: layer
-    for layer in (llama, qwen2, qwen3, qwen3_moe, qwen3_5_moe, glm4_moe, deepseek_v3, glm_moe_dsa)
+    for layer in (
+        *(llama, qwen2, qwen3, mixtral, qwen3_moe, glm4_moe, deepseek_v3, glm_moe_dsa),
+        *(qwen3_next, qwen3_5_moe),
+    )
 }
 """By architecture, what adds one decoder layer's weights: (weights, the layer's name, its number)."""
 
@@ -222,6 +269,14 @@ CONFIGS: dict[str, Config] = {
     "llama": _COMMON | {"architectures": ["LlamaForCausalLM"]},
     "qwen2": _COMMON | {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": _COMMON | {"architectures": ["Qwen3ForCausalLM"]},
+    "mixtral": _COMMON
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "intermediate_size": INNER,
+        "sliding_window": None,
+    },
     "qwen3_moe": _COMMON
     | _ROUTED
     | {
@@ -230,20 +285,10 @@ CONFIGS: dict[str, Config] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
-    "qwen3_5_moe": _COMMON
-    | _ROUTED
+    "qwen3_next": _HYBRID | {"architectures": ["Qwen3NextForCausalLM"], "partial_rotary_factor": 0.25},
+    "qwen3_5_moe": _HYBRID
     | {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-        "num_hidden_layers": 4,
-        "num_experts": EXPERTS,
-        "shared_expert_intermediate_size": 2 * INNER,
-        "full_attention_interval": 4,
-        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-        "linear_num_key_heads": KEY_HEADS,
-        "linear_num_value_heads": VALUE_HEADS,
-        "linear_key_head_dim": STATE_DIM,
-        "linear_value_head_dim": STATE_DIM,
-        "linear_conv_kernel_dim": CONV,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,

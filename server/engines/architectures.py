@@ -15,8 +15,8 @@ from .attention import ATTENTION, attention_memory
 from .seats import LayerMemory
 
 SERVED = (
-    *("llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe"),
-    *("deepseek_v3", "glm_moe_dsa", "qwen3_5_moe", "qwen3_5_moe_text"),
+    *("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"),
+    *("glm_moe_dsa", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"),
 )
 _DEPEND_ON_THE_BATCH = ("dynamic", "longrope")  # rotary embeddings that change with the longest row
 
@@ -47,7 +47,7 @@ def prepare(model: PreTrainedModel) -> list[LayerMemory]:
             return [_latent_attention(config)] * config.num_hidden_layers
         case "glm_moe_dsa":
             return _prepare_sparse(model)
-        case "qwen3_5_moe_text":
+        case "qwen3_next" | "qwen3_5_moe_text":
             return _prepare_hybrid(model)
         case _:
             return [_attention(config)] * config.num_hidden_layers

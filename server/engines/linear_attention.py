@@ -1,4 +1,4 @@
-"""Gated delta-net layers (Qwen3.5's linear attention): what they remember of a choice does not grow.
+"""Gated delta-net layers, Qwen3-Next's and Qwen3.5's linear attention: their memory of a choice does not grow.
 
 transformers' layer takes its batch for one sequence per row and keeps one state per row. Here the projections
 run on the flattened batch, with the LoRA branch of every row, and only what carries state is run by choice:
@@ -15,6 +15,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     torch_chunk_gated_delta_rule,
     torch_recurrent_gated_delta_rule,
 )
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from .seats import LayerMemory, PerChoice, Step
 
@@ -33,14 +34,14 @@ def delta_net_memory(config: PreTrainedConfig) -> LayerMemory:
 def recur_by_choice(model: nn.Module) -> None:
     """Make the model's delta-net layers take steps, in place."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, Qwen3_5MoeGatedDeltaNet):
+        if isinstance(module, Qwen3NextGatedDeltaNet | Qwen3_5MoeGatedDeltaNet):
             model.set_submodule(name, SteppedDeltaNet(module))
 
 
 class SteppedDeltaNet(nn.Module):
     """transformers' gated delta-net, on the rows of a step."""
 
-    def __init__(self, base: Qwen3_5MoeGatedDeltaNet) -> None:
+    def __init__(self, base: Qwen3NextGatedDeltaNet | Qwen3_5MoeGatedDeltaNet) -> None:
         super().__init__()
         assert base.activation == "silu" or isinstance(base.activation, SiLUActivation)
         self.base = base
@@ -48,9 +49,9 @@ class SteppedDeltaNet(nn.Module):
     def forward(self, hidden_states: Tensor, *, step: Step, **_: object) -> Tensor:
         """hidden_states [1, T, H] → [1, T, H]."""
         base, x = self.base, hidden_states[0]
-        qkv = base.in_proj_qkv(x)
-        beta = base.in_proj_b(x).sigmoid()
-        decay = -base.A_log.float().exp() * softplus(base.in_proj_a(x).float() + base.dt_bias)
+        qkv, z, b, a = self._project(x)
+        beta = b.sigmoid()
+        decay = -base.A_log.float().exp() * softplus(a.float() + base.dt_bias)
         count = len(step.decode)
         parts: list[Tensor] = []
         if count:
@@ -60,8 +61,17 @@ class SteppedDeltaNet(nn.Module):
             rows = (part[None, at] for part in (qkv, beta, decay))
             parts.append(self._run(step, slice(span.seat, span.seat + 1), *rows)[0])
         mixed = torch.cat(parts)  # [T, value heads, Dv]
-        gate = base.in_proj_z(x).view_as(mixed)
-        return base.out_proj(base.norm(mixed.flatten(0, 1), gate.flatten(0, 1)).view(len(x), -1))[None]
+        gated = base.norm(mixed.flatten(0, 1), z.reshape(-1, base.head_v_dim))
+        return base.out_proj(gated.view(len(x), -1))[None]
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [T, H] → qkv [T, 2·keys + values], z [T, values], b and a [T, value heads]."""
+        base = self.base
+        if isinstance(base, Qwen3_5MoeGatedDeltaNet):
+            return base.in_proj_qkv(x), base.in_proj_z(x), base.in_proj_b(x), base.in_proj_a(x)
+        merged = base.in_proj_qkvz(x)[None], base.in_proj_ba(x)[None]
+        *qkv, z, b, a = (part.flatten(2)[0] for part in base.fix_query_key_value_ordering(*merged))
+        return torch.cat(qkv, dim=-1), z, b, a
 
     def _run(self, step: Step, seats: Tensor | slice, qkv: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
         """B spans of L tokens, each from its seat's state on, which is moved along.

@@ -44,13 +44,13 @@ def test_the_same_seed_gives_the_same_bytes(folder: Path, architecture: Architec
 
 
 def test_it_is_small_and_block_fp8_where_real_ones_are(folder: Path, architecture: Architecture) -> None:
-    assert sum(file.stat().st_size for file in folder.iterdir()) < 5e6
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 6e6
     tensors = load_file(folder / "model.safetensors")
     fp8 = {name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn}
     assert {f"{name}_scale_inv" for name in fp8} == {n for n in tensors if n.endswith("_scale_inv")}
     assert all(tensors[f"{name}_scale_inv"].dtype == torch.float32 for name in fp8)
     config = json.loads((folder / "config.json").read_text())
-    if architecture in ("llama", "qwen2", "glm4_moe"):
+    if architecture in ("llama", "qwen2", "mixtral", "glm4_moe"):
         assert not fp8
         assert "quantization_config" not in config
         return
