@@ -1,4 +1,4 @@
-"""Gated delta-net layers, Qwen3-Next's and Qwen3.5's linear attention: their memory of a choice does not grow.
+"""Gated delta-nets, Qwen3-Next's and Qwen3.5's linear attention: their memory of a choice does not grow.
 
 transformers' layer takes its batch for one sequence per row and keeps one state per row. Here the projections
 run on the flattened batch, with the LoRA branch of every row, and only what carries state is run by choice:
