@@ -6,6 +6,7 @@ from .config import AdapterConfig, parse_json_object
 from .convert import Conversion, convert
 from .digest import AdapterDigest, digest_of
 from .errors import Finding, InvalidAdapter, LoaderError, UnsafeFile, UnsupportedBase
+from .inspection import Inspection, inspect_adapter, own_inventory
 from .inventory import Inventory, Layout, Module
 from .write import write_adapter
 
@@ -16,6 +17,7 @@ __all__ = [
     "BaseCheckpoint",
     "Conversion",
     "Finding",
+    "Inspection",
     "InvalidAdapter",
     "Inventory",
     "Layout",
@@ -25,6 +27,8 @@ __all__ = [
     "UnsupportedBase",
     "convert",
     "digest_of",
+    "inspect_adapter",
+    "own_inventory",
     "parse_json_object",
     "read_adapter",
     "read_adapter_file",

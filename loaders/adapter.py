@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .config import AdapterConfig, parse_json_object
 from .digest import AdapterDigest
 from .errors import Finding, InvalidAdapter
-from .fit import Pair, Stored, fit
+from .fit import Fit, Pair, Stored, fit
 from .inventory import Inventory, Layout
 from .tensor_file import FLOAT_DTYPES, TensorEntry, TensorFile, bytes_of, read_small
 
@@ -45,19 +45,19 @@ class Adapter:
     digest: str
     warnings: tuple[Finding, ...]
     _file: TensorFile = field(repr=False)
-    _pairs: tuple[Pair, ...] = field(repr=False)
+    _fit: Fit = field(repr=False)
 
     @property
     def rank(self) -> int:
-        return max(pair.rank for pair in self._pairs)
+        return max(pair.rank for pair in self._fit.pairs)
 
     @property
     def modules(self) -> tuple[str, ...]:
-        return tuple(pair.module.name for pair in self._pairs)
+        return tuple(pair.module.name for pair in self._fit.pairs)
 
     @property
     def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in _entries(self._pairs))
+        return sum(entry.nbytes for entry in self._fit.entries)
 
     def pairs(self) -> Iterator[tuple[str, Tensor, Tensor, float]]:
         """(module, A, B, scale) of every adapted module, read one at a time.
@@ -68,8 +68,8 @@ class Adapter:
         of theirs: where patterns differ, the rest is multiplied into B, in fp32 and rounded once. Raises
         UnsafeFile when the file was changed since.
         """
-        scales = _bank_scales(self._pairs)
-        for pair, a, b in _read_pairs(self._file, self._pairs):
+        scales = _bank_scales(self._fit.pairs)
+        for pair, a, b in _read_pairs(self._file, self._fit.pairs):
             scale = scales[_bank(pair)]
             if pair.scale != scale:
                 b = (b.float() * (pair.scale / scale)).to(b.dtype)
@@ -77,7 +77,7 @@ class Adapter:
 
     def own_pairs(self) -> Iterator[tuple[Pair, Tensor, Tensor]]:
         """The same with nothing multiplied into B: each pair's own `scale` counts."""
-        return _read_pairs(self._file, self._pairs)
+        return _read_pairs(self._file, self._fit.pairs)
 
 
 def read_adapter(
@@ -88,7 +88,8 @@ def read_adapter(
     Tokens that the folder adds must be in the base's vocabulary. Raises UnsafeFile or InvalidAdapter.
     """
     config = read_config(folder)
-    _check_added_tokens(folder, inventory)
+    if findings := added_tokens(folder, inventory):
+        raise InvalidAdapter(findings)
     return read_adapter_file(folder / WEIGHTS, config, inventory, max_rank=max_rank, dtypes=dtypes)
 
 
@@ -124,7 +125,7 @@ def read_adapter_file(
     fitted = fit(tensors.entries, parsed, inventory)
     findings += fitted.findings
     findings += _over_rank(fitted.pairs, parsed, max_rank)
-    findings += _other_dtypes(fitted.pairs, dtypes)
+    findings += _other_dtypes(fitted, dtypes)
     if findings:
         raise InvalidAdapter(findings)
     taken = AdapterDigest(config)
@@ -132,7 +133,7 @@ def read_adapter_file(
     if findings:
         raise InvalidAdapter(findings)
     found = digest or taken.hexdigest()
-    return Adapter(parsed, fitted.layout, found, tuple(warnings), tensors, fitted.pairs)
+    return Adapter(parsed, fitted.layout, found, tuple(warnings), tensors, fitted)
 
 
 def check_values(
@@ -181,29 +182,30 @@ def _declared(config: AdapterConfig, max_rank: int) -> set[int]:
     return {config.rank} if config.rank > max_rank and not config.rank_pattern else set()
 
 
-def _other_dtypes(pairs: tuple[Pair, ...], dtypes: Collection[str]) -> list[Finding]:
+def _other_dtypes(fitted: Fit, dtypes: Collection[str]) -> list[Finding]:
     expected = f"one of {', '.join(dtypes)}; `lanewise convert --dtype` casts and tells the error"
     return [
         Finding(entry.name, f"has dtype {entry.dtype}", expected)
-        for entry in _entries(pairs)
+        for entry in fitted.entries
         if entry.dtype not in dtypes
     ]
 
 
-def _check_added_tokens(folder: Path, inventory: Inventory) -> None:
-    """Many folders carry a copy of the base's own added tokens; only ids beyond its vocabulary are new."""
+def added_tokens(folder: Path, inventory: Inventory) -> list[Finding]:
+    """Tokens beyond the base's vocabulary; many folders only carry a copy of the base's own added tokens.
+
+    Raises UnsafeFile or InvalidAdapter when the file cannot be read.
+    """
     if not (folder / _ADDED_TOKENS).exists():
-        return
+        return []
     tokens = parse_json_object(read_small(folder / _ADDED_TOKENS, _MAX_CONFIG_BYTES), _ADDED_TOKENS)
-    for token, number in tokens.items():
-        if type(number) is not int or not 0 <= number < inventory.vocab_size:
-            expected = f"ids 0 to {inventory.vocab_size - 1}: an adapter cannot add rows to the vocabulary"
-            raise InvalidAdapter([Finding(_ADDED_TOKENS, f"{token!r} has id {number!r}", expected)])
-
-
-def _entries(pairs: tuple[Pair, ...]) -> list[TensorEntry]:
-    """Every stored tensor once, also where modules share it."""
-    return list({e.name: e for pair in pairs for stored in (pair.a, pair.b) for e in stored.entries}.values())
+    size = inventory.vocab_size
+    expected = f"ids 0 to {size - 1}: an adapter cannot add rows to the vocabulary"
+    return [
+        Finding(_ADDED_TOKENS, f"{token!r} has id {number!r}", expected)
+        for token, number in tokens.items()
+        if type(number) is not int or not 0 <= number < size
+    ]
 
 
 def _bank(pair: Pair) -> str:

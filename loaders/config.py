@@ -68,6 +68,14 @@ class AdapterConfig:
         """Of the modules that no pattern mentions: alpha / r, or with rsLoRA alpha / √r."""
         return _scale(self.alpha, self.rank, self.use_rslora)
 
+    @property
+    def before_peft_0_20(self) -> bool | None:
+        """Whether PEFT before 0.20 wrote it, which has other roles in target_parameters; None: not said."""
+        version = (self.peft_version or "").split(".")[:2]
+        if len(version) == 2 and all(part.isdecimal() and len(part) < 9 for part in version):
+            return (int(version[0]), int(version[1])) < (0, 20)
+        return None
+
     def rank_of(self, path: str) -> int:
         """The rank of one module by its path in the trained model, as PEFT decides it.
 

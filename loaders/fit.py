@@ -64,6 +64,12 @@ class Fit:
     pairs: tuple[Pair, ...]
     findings: tuple[Finding, ...]
 
+    @property
+    def entries(self) -> list[TensorEntry]:
+        """Every stored tensor of the pairs once, also where modules share it."""
+        stored = (half for pair in self.pairs for half in (pair.a, pair.b))
+        return list({entry.name: entry for half in stored for entry in half.entries}.values())
+
 
 @dataclass(frozen=True)
 class _Unit:
@@ -255,10 +261,7 @@ def _convention(candidates: Mapping[str, Sequence[BankShape]], config: AdapterCo
         return told.pop()
     if told or all(len(fitting) < 2 for fitting in candidates.values()):
         return None
-    version = (config.peft_version or "").split(".")[:2]
-    if len(version) == 2 and all(part.isdecimal() for part in version):
-        return (int(version[0]), int(version[1])) < (0, 20)
-    return None
+    return config.before_peft_0_20
 
 
 def _of_one_spelling(factors: list[_Factor], findings: list[Finding]) -> list[_Factor]:

@@ -11,7 +11,7 @@ from pydantic_settings.exceptions import SettingsError
 from rich.console import Console
 from rich.markup import escape
 
-from . import cli_client
+from . import cli_client, cli_files
 from .errors import LanewiseError
 from .settings import Settings
 
@@ -23,6 +23,8 @@ main = typer.Typer(
 )
 main.add_typer(cli_client.adapters)
 main.command()(cli_client.chat)
+main.command()(cli_files.inspect)
+main.command()(cli_files.convert)
 _errors = Console(stderr=True)
 _ADAPTER_HELP = "Adapter folder to store and activate at start; repeatable."
 
