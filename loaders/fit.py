@@ -111,8 +111,8 @@ def fit(entries: Mapping[str, TensorEntry], config: AdapterConfig, inventory: In
     for factor in factors:
         findings.extend(_check_shape(factor, layout))
     pairs = list(_pairs(factors, layout, config, inventory, findings))
-    _check_targets(factors, config, findings)
-    _check_parameters(factors, config, findings)
+    _check_targets(factors, entries, config, findings)
+    _check_parameters(factors, entries, config, findings)
     order = {name: number for number, name in enumerate(entries)}
     findings.sort(key=lambda finding: order.get(finding.where, len(order)))
     return Fit(layout, tuple(pairs), tuple(findings))
@@ -458,7 +458,9 @@ def _one_scale(group: list[_Factor], config: AdapterConfig, findings: list[Findi
     return first
 
 
-def _check_targets(factors: list[_Factor], config: AdapterConfig, findings: list[Finding]) -> None:
+def _check_targets(
+    factors: list[_Factor], names: Iterable[str], config: AdapterConfig, findings: list[Finding]
+) -> None:
     """`target_modules` and the tensors must say the same: no factor unclaimed, no claim without a factor."""
     targets = {normal_target(target): target for target in config.target_modules}
     if ALL_LINEAR in targets:
@@ -477,17 +479,31 @@ def _check_targets(factors: list[_Factor], config: AdapterConfig, findings: list
         if not covered:
             expected = "target_modules to name every module that has factors"
             findings.append(Finding(factor.entry.name, "is not in the config's target_modules", expected))
+    if unused:  # a factor that does not fit the base has its own finding; its target is not one more
+        unused -= target_names([path for path in map(_path, names) if path is not None])
     for target in targets:
         if target in unused:
             expected = "only names of modules that the file has factors for"
             findings.append(Finding("target_modules", f"{targets[target]!r} has no factors", expected))
 
 
+def _path(name: str) -> str | None:
+    parsed = parse_factor_name(name)
+    return None if parsed is None else normal_target(parsed.path)
+
+
+def _is_parameters(name: str) -> bool:
+    parsed = parse_factor_name(name)
+    return parsed is not None and parsed.spelling == "target_parameters"
+
+
 def _spellings(unit: _Unit) -> list[str]:
     return [path for module in {unit.module, *unit.parts} for path in spellings(module.name)]
 
 
-def _check_parameters(factors: list[_Factor], config: AdapterConfig, findings: list[Finding]) -> None:
+def _check_parameters(
+    factors: list[_Factor], names: Iterable[str], config: AdapterConfig, findings: list[Finding]
+) -> None:
     """`target_parameters` and the tensors must say the same too."""
     unused = set(config.target_parameters)
     for factor in factors:
@@ -498,6 +514,9 @@ def _check_parameters(factors: list[_Factor], config: AdapterConfig, findings: l
         if not covering:
             expected = "target_parameters to name every parameter that has factors"
             findings.append(Finding(factor.entry.name, "is not in the config's target_parameters", expected))
+    fitting = {factor.entry.name for factor in factors}
+    if unused and any(name not in fitting and _is_parameters(name) for name in names):
+        return  # which of them it is meant for cannot be said
     for target in sorted(unused):
         expected = "only parameters that the file has factors for"
         findings.append(Finding("target_parameters", f"{target!r} has no factors", expected))
