@@ -10,6 +10,7 @@
     ├── Overloaded                    429     rate_limit_error     carries Retry-After
     ├── Unavailable                   503     unavailable_error    starting, stopping; carries Retry-After
     ├── EngineFailure                 500     engine_error         the engine broke; a retry may work
+    ├── StorageFailure                507     storage_error        the data folder is full, read-only or gone
     └── InternalError                 500     server_error         a bug of ours; the log has the request id
 
 Foreign errors (loaders', pydantic's, starlette's) are mapped to these in `api/errors.py`, nowhere else.
@@ -100,6 +101,10 @@ class Unavailable(_Retryable):
 
 class EngineFailure(LanewiseError):
     status, type = HTTPStatus.INTERNAL_SERVER_ERROR, "engine_error"
+
+
+class StorageFailure(LanewiseError):
+    status, type = HTTPStatus.INSUFFICIENT_STORAGE, "storage_error"
 
 
 class InternalError(LanewiseError):

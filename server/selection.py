@@ -10,7 +10,7 @@
 An exact match comes first, then the split: a base served as `org/model:fp8` is still found.
 """
 
-from .catalog import BASE, Catalog, Version
+from .catalog import BASE, Catalog, Version, parse_number
 from .errors import InvalidRequest, NotFound
 
 
@@ -49,7 +49,7 @@ def _version(catalog: Catalog, text: str, param: str, asked: str) -> Version:
     if record is None:
         raise _not_found(f"model {asked!r} does not exist; GET /v1/models lists those that do", param)
     if at:
-        version = record.versions.get(int(number)) if _is_number(number) else None
+        version = record.versions.get(parse_number(number) or 0)
         if version is None:
             raise _not_found(
                 f"model {asked!r} does not exist: adapter {name!r} has no version {number!r};"
@@ -64,10 +64,6 @@ def _version(catalog: Catalog, text: str, param: str, asked: str) -> Version:
             param,
         )
     return record.active
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and text[0] != "0" and len(text) < 19
 
 
 def _not_found(message: str, param: str) -> NotFound:

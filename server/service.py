@@ -33,7 +33,7 @@ class Service:
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
-        """Raises Conflict when another server owns the data folder."""
+        """Raises what opening the data folder does: Conflict or StorageFailure."""
         self.engine = engine
         self.settings = settings
         self.catalog = Catalog(settings.data, settings.served_base_name)
@@ -89,7 +89,10 @@ class Service:
 
     @asynccontextmanager
     async def receiving(self, name: str) -> AsyncGenerator[Path]:
-        """A folder to receive a push in. Raises InvalidRequest (name), Overloaded, Unavailable."""
+        """A folder to receive a push in.
+
+        Raises InvalidRequest (name), Overloaded, Unavailable; StorageFailure for OSErrors of the block too.
+        """
         self.check_open()
         self.catalog.check_name(name)
         if self._pushes >= self.settings.max_pushes:
@@ -98,7 +101,7 @@ class Service:
             )
         self._pushes += 1
         try:
-            with self.catalog.receiving() as folder:
+            async with self.catalog.receiving() as folder:
                 yield folder
         finally:
             self._pushes -= 1
@@ -110,8 +113,8 @@ class Service:
 
         `digest` is what the receiver computed from the bytes; None reads them once more to compute it.
         Pushes of one adapter take their numbers, and are activated, in the order in which they arrived
-        whole. Raises InvalidAdapter or UnsafeFile and changes nothing; an error of the activation says that
-        the version is stored.
+        whole. Raises InvalidAdapter, UnsafeFile or StorageFailure and changes nothing; an error of the
+        activation says that the version is stored.
         """
         adapter = await to_thread.run_sync(self._check, received / FACTORS_FILE, config, digest)
         async with self._order(name):
@@ -127,8 +130,8 @@ class Service:
     async def activate(self, name: str, number: int) -> Version:
         """Load the version's lane, then make it what the adapter's name stands for.
 
-        Requests that run keep their version. Raises NotFound, Overloaded (no lane came free) or what loading
-        raises; then nothing has changed.
+        Requests that run keep their version. Raises NotFound, Overloaded (no lane came free), StorageFailure
+        or what loading raises; then nothing has changed.
         """
         async with self._order(name):
             version = self.catalog.version(name, number)
@@ -136,7 +139,10 @@ class Service:
             return version
 
     async def delete(self, name: str) -> list[Version]:
-        """Delete an adapter with all its versions; requests that run on them finish. Raises NotFound."""
+        """Delete an adapter with all its versions; requests that run on them finish.
+
+        Raises NotFound, or StorageFailure; then nothing has changed.
+        """
         async with self._order(name):
             versions = list(self.catalog.adapter(name).versions.values())
             await self.catalog.delete_adapter(name)
@@ -145,7 +151,7 @@ class Service:
             return versions
 
     async def delete_version(self, name: str, number: int) -> Version:
-        """Delete one version. Raises NotFound, or Conflict for the active one unless there is no other."""
+        """Delete one version. Raises NotFound, StorageFailure, or Conflict for the active one of several."""
         async with self._order(name):
             version = self.catalog.version(name, number)
             record = self.catalog.adapter(name)
@@ -173,23 +179,27 @@ class Service:
             try:
                 async with self.lanes.lease(version):
                     pass
-            except LanewiseError as error:
+            except (LanewiseError, LoaderError) as error:
                 if not self.engine.healthy:
                     raise
                 # The others are served; asking for this one names the error again.
                 _log.error("%s cannot be loaded: %s", version.key, error)
 
     async def _preload(self, name: str, folder: Path) -> None:
-        """Store and activate an adapter folder, unless a stored version already has these bytes."""
+        """Store and activate an adapter folder, unless a stored version already has these bytes.
+
+        Then the active version stays: it may be a newer one that a trainer pushed before this restart.
+        """
         self.catalog.check_name(name)
         given = await to_thread.run_sync(self._read_folder, folder)
         record = self.catalog.adapters.get(name)
         versions = record.versions.values() if record else ()
         for version in versions:
             if version.digest == given.digest:
-                await self.activate(name, version.number)
+                if record and record.active is None:
+                    await self.activate(name, version.number)
                 return
-        with self.catalog.receiving() as received:
+        async with self.catalog.receiving() as received:
             await to_thread.run_sync(shutil.copyfile, folder / FACTORS_FILE, received / FACTORS_FILE)
             await self.publish(name, received, given.config.raw, digest=None, activate=True)
 
@@ -198,10 +208,10 @@ class Service:
 
     def _read(self, version: Version) -> Adapter:
         """A stored version, checked again in full: disks forget. Raises EngineFailure if this one did."""
-        file, config = self.catalog.files(version)
         try:
-            adapter = self._check(file, config)
-        except LoaderError as error:
+            adapter = self._check(*self.catalog.files(version))
+        except (LoaderError, OSError) as error:
+            self.catalog.version(version.adapter, version.number)  # raises NotFound: it was deleted meanwhile
             raise _damaged(version, str(error)) from error
         if adapter.digest != version.digest:
             raise _damaged(version, f"its bytes have digest {adapter.digest}, not {version.digest}")

@@ -46,6 +46,8 @@ class Settings(BaseSettings):
     """Answers made at the same time."""
     max_waiting: Annotated[int, Field(ge=0)] = 256
     """Answers queued before requests are refused with 429."""
+    client_stall_s: Annotated[float, Field(gt=0)] = 60
+    """Seconds that a stream waits for a client that does not read, before it is ended."""
 
     lane_wait_s: Annotated[float, Field(gt=0)] = 30
     """Seconds a request waits for a lane before it is refused with 429."""

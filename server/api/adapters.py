@@ -6,12 +6,13 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
+from pydantic import BeforeValidator
 from starlette.requests import ClientDisconnect
 
 from lanewise.loaders import AdapterConfig, AdapterDigest, LoaderError
 from lanewise.loaders.config import parse_json_object
 
-from ..catalog import FACTORS_FILE, AdapterRecord, Version
+from ..catalog import FACTORS_FILE, AdapterRecord, Version, parse_number
 from ..errors import InvalidRequest, LanewiseError, Unprocessable
 from ..metrics import Metrics
 from ..service import Service
@@ -23,6 +24,16 @@ from .schemas import AdapterList, AdapterObject, Deleted, PushQuery, VersionList
 CONFIG_HEADER = "x-lanewise-config"
 DIGEST_HEADER = "x-lanewise-digest"
 
+
+def _number(text: str) -> int:
+    """One version, one URL: pydantic's own integers may be `+1`, `01` or `1.0`."""
+    number = parse_number(text)
+    if number is None:
+        raise ValueError("expected a version number: digits, the first not 0")
+    return number
+
+
+Number = Annotated[int, BeforeValidator(_number)]
 router = APIRouter(prefix="/v1/adapters", tags=["adapters"])
 
 
@@ -39,6 +50,7 @@ async def get_adapter(name: str, service: UsedService) -> AdapterObject:
 @router.delete("/{name}")
 async def delete_adapter(name: str, service: UsedService) -> Deleted:
     """Refuse new requests for the adapter at once; those that run on it finish."""
+    service.check_open()
     await service.delete(name)
     return Deleted(id=name, object="adapter")
 
@@ -89,19 +101,20 @@ async def push_version(
 
 
 @router.get("/{name}/versions/{number}")
-async def get_version(name: str, number: int, service: UsedService) -> VersionObject:
+async def get_version(name: str, number: Number, service: UsedService) -> VersionObject:
     return _version(service, service.catalog.version(name, number))
 
 
 @router.post("/{name}/versions/{number}/activate")
-async def activate_version(name: str, number: int, service: UsedService) -> VersionObject:
+async def activate_version(name: str, number: Number, service: UsedService) -> VersionObject:
     """Requests from now on run on this version; those that run already keep theirs."""
     service.check_open()
     return _version(service, await service.activate(name, number))
 
 
 @router.delete("/{name}/versions/{number}")
-async def delete_version(name: str, number: int, service: UsedService) -> Deleted:
+async def delete_version(name: str, number: Number, service: UsedService) -> Deleted:
+    service.check_open()
     version = await service.delete_version(name, number)
     return Deleted(id=version.key, object="adapter.version")
 

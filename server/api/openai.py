@@ -44,21 +44,23 @@ async def model(model_id: str, service: UsedService) -> ModelCard:
 async def _answer(
     request: Request, service: Service, kind: type[ChatRequest] | type[CompletionRequest], route: str
 ) -> Response:
-    """Read, select, lease, call the engine. A stream keeps the lease until it has really ended."""
+    """Read, select, lease, call the engine. A stream keeps the lease until the engine has ended."""
     async with AsyncExitStack() as held:
         watch = held.enter_context(service.metrics.request(route))
+        running = await held.enter_async_context(AsyncExitStack())
         try:
             service.check_open()
             body = await read_json(request, kind, service.settings.max_json_bytes)
             version = service.select(body.model, body.lora_path)
             watch.adapter = service.metrics.adapter_label(version.adapter if version else BASE)
-            lane = await held.enter_async_context(service.lanes.lease(version)) if version else None
+            lane = await running.enter_async_context(service.lanes.lease(version)) if version else None
             call = Call(uuid.uuid4().hex, body, lane)
             headers = _provenance_headers(lane)
             if body.stream:
                 chunks = await service.engine.stream(call)
-                held.push_async_callback(chunks.aclose)
-                return EventStream(chunks, watch, held.pop_all(), headers)
+                running.push_async_callback(chunks.aclose)
+                stall_s = service.settings.client_stall_s
+                return EventStream(chunks, watch, running, held.pop_all(), headers, stall_s)
             answer = await unless_gone(request, service.engine.complete(call))
         except LanewiseError as error:
             watch.status = str(error.status.value)

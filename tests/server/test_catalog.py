@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lanewise.loaders import Adapter, Inventory, read_adapter_file
+from lanewise.loaders import Adapter, Inventory, UnsafeFile, read_adapter_file
 from lanewise.server.catalog import FACTORS_FILE, Catalog
 from lanewise.server.errors import InvalidRequest, NotFound
 
@@ -24,7 +24,7 @@ def data(tmp_path: Path) -> Path:
 def store(factors: Any, inventory: Inventory) -> Store:
     async def stored(catalog: Catalog, name: str, variant: int = 0) -> Any:
         push = factors(variant=variant)
-        with catalog.receiving() as folder:
+        async with catalog.receiving() as folder:
             file = folder / FACTORS_FILE
             file.write_bytes(push.body)
             adapter: Adapter = read_adapter_file(file, push.config, inventory, max_rank=8)
@@ -100,7 +100,9 @@ async def test_deleted_files_are_not_found(data: Path, store: Store) -> None:
     catalog = Catalog(data, "tiny")
     version = await store(catalog, "argon")
     await catalog.delete_version(version)
-    with pytest.raises(NotFound, match="argon@1 was deleted"):
+    with pytest.raises(NotFound):
+        catalog.version("argon", 1)
+    with pytest.raises(UnsafeFile, match=r"adapter_config\.json"):
         catalog.files(version)
     catalog.close()
 
