@@ -363,8 +363,8 @@ def _using_disk() -> Generator[None]:
     except OSError as error:
         _log.error("the data folder cannot be used: %s", error)
         raise StorageFailure(
-            f"the server's data folder cannot be used: {error.strerror or type(error).__name__}; nothing was"
-            " changed; free space or make it writable, then retry",
+            f"the server's data folder cannot be used: {error.strerror or type(error).__name__};"
+            " free space or make it writable, then retry",
             code="storage_failed",
         ) from error
 

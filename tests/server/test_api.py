@@ -1,8 +1,10 @@
 """The OpenAI routes over a real server: selection, provenance, streams, errors, disconnects."""
 
 import json
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -238,6 +240,70 @@ def test_client_gone_aborts_the_call_and_frees_the_lease(start: Any, factors: An
         assert len(server.engine.aborts) == 1
         wait_until(lambda: server.http.get("/v1/adapters/argon/versions/1").json()["leases"] == 0)
         wait_until(lambda: 'status="499"' in server.http.get("/metrics").text)
+
+
+@contextmanager
+def unread_stream(url: str, model: str) -> Generator[socket.socket]:
+    """A client that asks for a stream and never reads it."""
+    body = json.dumps({"model": model, "messages": HELLO, "stream": True}).encode()
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
+        client.sendall(b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        yield client
+
+
+def says(token: str, times: int) -> Callable[[Any], list[str]]:
+    return lambda _: [token] * times
+
+
+def leases(server: Any) -> int:
+    return server.http.get("/v1/adapters/argon/versions/1").json()["leases"]
+
+
+def test_a_client_that_does_not_read_holds_no_lane_once_the_engine_has_ended(
+    start: Any, factors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start(engine={"max_lanes": 1, "delay_s": 0.01}, lane_wait_s=2) as server:
+        monkeypatch.setattr(server.engine, "_script", says("x" * 200_000, 40))
+        server.push("argon", factors())
+        with unread_stream(server.url, "argon") as client:
+            wait_until(lambda: server.engine.running == 1)
+            wait_until(lambda: server.engine.running == 0)
+            wait_until(lambda: leases(server) == 0, within_s=1)
+            assert "lanewise_requests_running 1.0" in server.http.get("/metrics").text
+            assert server.push("neon", factors(variant=1)).status_code == 201  # it takes the only lane
+            assert server.engine.aborts == []
+            read = b""
+            while not read.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+                read = read[-100:] + client.recv(1 << 20)
+        wait_until(lambda: "lanewise_requests_running 0.0" in server.http.get("/metrics").text)
+        assert (
+            'adapter="argon",route="chat.completions",status="200"} 1.0' in server.http.get("/metrics").text
+        )
+
+
+def test_a_stream_that_nobody_reads_is_ended_in_time(
+    start: Any, factors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start(engine={"delay_s": 0.01}, client_stall_s=0.3) as server:
+        monkeypatch.setattr(server.engine, "_script", says("x" * 200_000, 1000))
+        server.push("argon", factors())
+        with unread_stream(server.url, "argon"):
+            wait_until(lambda: server.engine.running == 1)
+            wait_until(lambda: server.engine.running == 0)
+            assert len(server.engine.aborts) == 1
+            assert leases(server) == 0
+            wait_until(lambda: 'status="499"' in server.http.get("/metrics").text)
+
+
+def test_a_slow_stream_is_not_taken_for_a_stalled_client(start: Any, said_by: Any) -> None:
+    with start(engine={"delay_s": 0.06}, client_stall_s=0.03) as server:
+        *chunks, done = events(server.ask("base", stream=True).text)
+        assert done == "[DONE]"
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == said_by("base")
 
 
 def test_health_and_readiness(server: Any) -> None:

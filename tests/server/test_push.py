@@ -1,7 +1,10 @@
 """Pushes, activations and deletions over HTTP, while requests run."""
 
+import errno
 import hashlib
 import json
+import os
+import shutil
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -242,6 +245,113 @@ def test_preloaded_adapters_are_stored_once(start: Any, factors: Any, said_by: A
         with start(adapters={"argon": folder}) as server:
             assert server.said("argon") == said_by("argon@1")
             assert server.http.get("/v1/adapters/argon").json()["versions"] == [1]
+
+
+def test_a_restart_keeps_what_was_pushed_after_the_folder(
+    start: Any, factors: Any, said_by: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "given"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(factors().config))
+    (folder / "adapter_model.safetensors").write_bytes(factors().body)
+    with start(adapters={"argon": folder}) as server:
+        assert server.push("argon", factors(variant=1)).json()["version"] == 2
+    with start(adapters={"argon": folder}) as server:
+        assert server.said("argon") == said_by("argon@2")
+        assert server.http.get("/v1/adapters/argon").json()["versions"] == [1, 2]
+    (server.data / "adapters" / "argon" / "active").unlink()
+    with start(adapters={"argon": folder}) as server:
+        assert server.said("argon") == said_by("argon@1")
+    (folder / "adapter_model.safetensors").write_bytes(factors(variant=2).body)
+    with start(adapters={"argon": folder}) as server:
+        assert server.said("argon") == said_by("argon@3")
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("damage", ["{", "[]", None])
+def test_a_damaged_active_version_is_named_and_the_rest_is_served(
+    start: Any, factors: Any, said_by: Any, file: str, damage: str | None
+) -> None:
+    with start() as server:
+        server.push("argon", factors())
+        server.push("argon", factors(variant=1))
+        server.push("neon", factors(variant=2))
+        damaged = server.data / "adapters" / "argon" / "2" / file
+    damaged.unlink()
+    if damage is not None:
+        damaged.write_text(damage)
+    with start() as server:
+        refused = server.ask("argon")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (500, "version_damaged")
+        assert "argon@2" in refused.json()["error"]["message"]
+        assert str(server.data) not in refused.text
+        assert server.said("argon@1") == said_by("argon@1")
+        assert server.said("neon") == said_by("neon@1")
+        assert server.push("argon", factors(variant=1)).json()["version"] == 3
+        assert server.said("argon") == said_by("argon@3")
+
+
+def test_a_version_damaged_while_it_is_served(start: Any, factors: Any) -> None:
+    with start(engine={"max_lanes": 1}) as server:
+        server.push("argon", factors())
+        server.push("neon", factors(variant=1))
+        (server.data / "adapters" / "argon" / "1" / "adapter_config.json").write_text("{")
+        for _ in range(2):
+            refused = server.ask("argon")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (500, "version_damaged")
+        assert server.http.post("/v1/adapters/argon/versions/1/activate").status_code == 500
+        assert server.ask("neon").status_code == 200
+
+
+def test_a_data_folder_that_goes_away_is_named(start: Any, factors: Any, said_by: Any) -> None:
+    with start(engine={"max_lanes": 1}) as server:
+        server.push("neon", factors(variant=1))
+        server.push("argon", factors())
+        shutil.rmtree(server.data)
+        refused = [
+            server.push("argon", factors(variant=2)),
+            server.http.post("/v1/adapters/argon/versions/1/activate"),
+            server.http.delete("/v1/adapters/argon"),
+            server.http.delete("/v1/adapters/argon/versions/1"),
+        ]
+        for response in refused:
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (507, "storage_failed"), error
+            assert "No such file or directory" in error["message"]
+            assert str(server.data) not in error["message"]
+        assert server.said("argon") == said_by("argon@1")
+        assert server.ask("neon").json()["error"]["code"] == "version_damaged"
+        assert len(server.http.get("/v1/adapters").json()["data"]) == 2
+
+
+def test_a_disk_that_fills_up_during_a_push_is_named(
+    start: Any, factors: Any, said_by: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with start() as server:
+        server.push("argon", factors())
+        before = tree(server.data)
+        with monkeypatch.context() as broken:
+            broken.setattr("lanewise.server.api.bodies._append", full)
+            response = server.push("argon", factors(variant=1))
+        assert (response.status_code, response.json()["error"]["code"]) == (507, "storage_failed")
+        assert "No space left on device" in response.json()["error"]["message"]
+        assert tree(server.data) == before
+        assert 'lanewise_pushes_total{outcome="storage_failed"} 1.0' in server.http.get("/metrics").text
+        assert server.push("argon", factors(variant=1)).json()["version"] == 2
+        assert server.said("argon") == said_by("argon@2")
+
+
+@pytest.mark.parametrize("number", ["+1", "1.0", "01", "1_0", "%201", "0", "-1", "9" * 30, "%D9%A1"])
+def test_a_version_has_one_spelling(server: Any, factors: Any, number: str) -> None:
+    server.push("argon", factors())
+    server.push("argon", factors(variant=1))
+    url = f"/v1/adapters/argon/versions/{number}"
+    for response in (server.http.get(url), server.http.post(f"{url}/activate"), server.http.delete(url)):
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "number")
+    assert server.http.get("/v1/adapters/argon").json()["versions"] == [1, 2]
 
 
 def test_nothing_is_written_outside_the_data_folder(start: Any, factors: Any, tmp_path: Path) -> None:
