@@ -35,6 +35,8 @@ class Patterns:
 
     def first_match(self, path: str) -> str | None:
         """The first expression that matches. Raises InvalidAdapter when time is up."""
+        if not self._compiled:  # most configs; asked for every tensor
+            return None
         return next((e for e, p in self._compiled.items() if self._matches(e, p, path)), None)
 
     def _compile(self, expression: str) -> regex.Pattern[str]:
