@@ -7,6 +7,7 @@ nothing here.
 
 import json
 import math
+import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ _REFUSED = {
 # from the base instead, so such factors are wrong beside the original one unless PEFT converted them on save.
 _INIT_KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 _MAX_PATTERNS = 10_000
+_VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})\.(\d{1,6})(?P<dev>\.dev)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,18 @@ class AdapterConfig:
         return _scale(self.alpha, self.rank, self.use_rslora)
 
     @property
-    def before_peft_0_20(self) -> bool | None:
-        """Whether PEFT before 0.20 wrote it, which has other roles in target_parameters; None: not said."""
-        version = (self.peft_version or "").split(".")[:2]
-        if len(version) == 2 and all(part.isdecimal() and len(part) < 9 for part in version):
-            return (int(version[0]), int(version[1])) < (0, 20)
-        return None
+    def has_old_parameter_roles(self) -> bool | None:
+        """Whether PEFT up to 0.19.0 wrote it, which has A and B of target_parameters the other way round.
+
+        None when the config does not say, or names a development version from around the change.
+        """
+        version = _VERSION.match(self.peft_version or "")
+        if version is None:
+            return None
+        number = tuple(int(part) for part in version.groups()[:3])
+        if version["dev"] and (0, 19, 1) <= number <= (0, 20, 0):
+            return None
+        return number < (0, 19, 1)
 
     def rank_of(self, path: str) -> int:
         """The rank of one module by its path in the trained model, as PEFT decides it.

@@ -3,7 +3,7 @@
     per_expert_2d      ….experts.{e}.gate_proj      A [r, in]          B [out, r]
     stacked            ….experts.w1                 A [E, r, in]       B [E, out, r]
     shared_outer       ….experts.w1                 A [1, r, in]       B [E, out, r]   (w2: A of E, B of 1)
-    target_parameters  ….experts[.base_layer]       A [E·r, in]        B [out, r·E]     (PEFT since 0.20)
+    target_parameters  ….experts[.base_layer]       A [E·r, in]        B [out, r·E]     (PEFT since 0.19.1)
 
 Experts are expanded or, when they are equal bit for bit, shared. target_parameters has one pair for gate and
 up: if their A differ they are stacked, with B in two blocks on a diagonal and twice the rank, as PEFT does

@@ -84,7 +84,7 @@ class _Factor:
     entry: TensorEntry
     name: FactorName
     unit: _Unit
-    side: Side  # in the canonical pair; PEFT before 0.20 has target_parameters the other way round
+    side: Side  # in the canonical pair; PEFT up to 0.19.0 has target_parameters the other way round
     path: str  # of the module, as rank_pattern and alpha_pattern see it
     rank: int
     swapped: bool = False
@@ -220,7 +220,7 @@ def _parameters(
         if len(fitting) != 1:
             if candidates[path]:
                 expected = "peft_version in adapter_config.json, which decides it, or another layout"
-                problem = "could be stored as PEFT before 0.20 or since: its sizes fit both"
+                problem = "could be stored as PEFT up to 0.19.0 does or as later ones: its sizes fit both"
                 findings += [Finding(e.name, problem, expected) for e, _ in by_bank[path].values()]
             continue
         (shape,) = fitting
@@ -252,7 +252,7 @@ def _misfits(
 
 
 def _convention(candidates: Mapping[str, Sequence[BankShape]], config: AdapterConfig) -> bool | None:
-    """Whether A and B have swapped roles, as PEFT before 0.20 has them; None when every size tells.
+    """Whether A and B have swapped roles, as PEFT up to 0.19.0 has them; None when every size tells.
 
     One release wrote the file, so one bank whose sizes tell decides for all; else the config's version does.
     """
@@ -261,7 +261,7 @@ def _convention(candidates: Mapping[str, Sequence[BankShape]], config: AdapterCo
         return told.pop()
     if told or all(len(fitting) < 2 for fitting in candidates.values()):
         return None
-    return config.before_peft_0_20
+    return config.has_old_parameter_roles
 
 
 def _of_one_spelling(factors: list[_Factor], findings: list[Finding]) -> list[_Factor]:

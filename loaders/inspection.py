@@ -147,7 +147,7 @@ class _Sizes:
             rank = config.rank_of(f"{name.path.removesuffix('.base_layer')}.{_parameter(name, config)}")
             folded, size = shape if side == "A" else shape[::-1]
             self.experts = max(folded // rank, 1)
-            if config.before_peft_0_20:
+            if config.has_old_parameter_roles:
                 side = "B" if side == "A" else "A"
         else:
             rank = config.rank_of(name.path)

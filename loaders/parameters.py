@@ -1,9 +1,9 @@
 """PEFT's `target_parameters` layout: one pair for all experts of a bank's 3-D parameter.
 
 A is expert-major, [E·r, in]; B is expert-fastest, [out, r·E]: W_e gains s · B.view(out, r, E)[:, :, e] ·
-A.view(E, r, in)[e]. PEFT before 0.20 took a parameter [E, out, in] for [E, in, out], so there A and B have
+A.view(E, r, in)[e]. PEFT up to 0.19.0 took a parameter [E, out, in] for [E, in, out], so there A and B have
 swapped roles: the stored A is Bᵀ of the canonical pair, expert by expert, and the stored B is Aᵀ.
-Source: peft/tuners/lora/layer.py, ParamWrapper, releases 0.18 and 0.21.
+Source: peft/tuners/lora/layer.py, ParamWrapper, releases 0.18.1, 0.19.0, 0.19.1, 0.20.0 and 0.21.2.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class BankShape:
     """One way to store the pair of one parameter."""
 
     parameter: Parameter
-    swapped: bool  # as PEFT before 0.20
+    swapped: bool  # as PEFT up to 0.19.0
     rank: int
     experts: int
     in_features: int

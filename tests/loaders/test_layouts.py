@@ -129,7 +129,7 @@ def test_one_in_first_factor_among_others_is_a_mistake(
 
 
 def parameters(pairs: Factors, *, swapped: bool) -> dict[str, Tensor]:
-    """PEFT's target_parameters. `swapped`: as PEFT before 0.20, which takes [E, out, in] for [E, in, out]."""
+    """PEFT's target_parameters. `swapped`: as up to 0.19.0, which takes [E, out, in] for [E, in, out]."""
     tensors: dict[str, Tensor] = {}
     for module, (a, b) in pairs.items():
         bank, _, last = module.rpartition(".")
@@ -242,7 +242,8 @@ def square(base_config: dict[str, Any]) -> Inventory:
 
 
 @pytest.mark.parametrize(
-    ("version", "swapped"), [("0.19.1", True), ("0.20.0", False), ("0.21.3.dev0", False)]
+    ("version", "swapped"),
+    [("0.18.1", True), ("0.19.0", True), ("0.19.1", False), ("0.20.0", False), ("0.21.3.dev0", False)],
 )
 def test_a_square_parameter_alone_is_read_by_its_peft_version(
     read: Read, square: Inventory, version: str, swapped: bool
@@ -252,8 +253,9 @@ def test_a_square_parameter_alone_is_read_by_its_peft_version(
     stored = parameters(pairs, swapped=swapped)
     settings = {"target_modules": [], "target_parameters": TARGETS[1:]}
     assert_same(read(stored, square, **settings, peft_version=version), pairs)
-    with pytest.raises(InvalidAdapter, match="PEFT before"):
-        read(stored, square, **settings)
+    for unclear in ({}, {"peft_version": "0.20.0.dev0"}, {"peft_version": "new"}):
+        with pytest.raises(InvalidAdapter, match="PEFT up to"):
+            read(stored, square, **settings, **unclear)
 
 
 def test_a_square_parameter_beside_one_that_tells(read: Read, square: Inventory) -> None:

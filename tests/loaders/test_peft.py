@@ -154,3 +154,39 @@ def test_what_peft_saves_is_read(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     saved = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
     assert saved["rank_pattern"]
+
+
+FIXTURES = sorted(path.parent for path in Path(__file__).parent.glob("peft_fixtures/*/deltas.safetensors"))
+
+
+@pytest.mark.parametrize("folder", FIXTURES, ids=lambda folder: folder.name)
+def test_files_of_five_peft_releases_are_read_as_each_meant_them(folder: Path) -> None:
+    """`peft_fixtures/make.py` ran under each release; the deltas beside the files are its own."""
+    from safetensors.torch import load_file
+
+    sizes: dict[str, Any] = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 12,
+        "moe_intermediate_size": 5,
+        "num_experts": 3,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "vocab_size": 20,
+        "max_position_embeddings": 16,
+    }
+    adapter = read_adapter(folder, Inventory.from_config(sizes), max_rank=8)
+    deltas = load_file(folder / "deltas.safetensors")
+    experts = "model.layers.0.mlp.experts"
+    gate, up = deltas.pop(f"{experts}.gate_up_proj").tensor_split(2, dim=1)
+    expected = deltas | {f"{experts}.w1": gate, f"{experts}.w3": up}
+    expected[f"{experts}.w2"] = expected.pop(f"{experts}.down_proj")
+    found = {name: scale * b @ a for name, a, b, scale in adapter.pairs()}
+    assert found.keys() == expected.keys()
+    for name, delta in expected.items():
+        torch.testing.assert_close(found[name], delta, rtol=1e-5, atol=1e-6)
+
+
+def test_there_is_a_file_of_each_convention() -> None:
+    assert [folder.name for folder in FIXTURES] == ["0.18.1", "0.19.0", "0.19.1", "0.20.0", "0.21.2"]
