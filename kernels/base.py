@@ -83,7 +83,8 @@ def load_base(
     ]
     wrong += [f"{name}: missing" for name in places if name not in waiting]
     if wrong:
-        raise ValueError("the checkpoint does not fit its config: " + "; ".join(wrong))
+        rest = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+        raise ValueError("the checkpoint does not fit its config: " + "; ".join(wrong[:10]) + rest)
     return model
 
 

@@ -66,6 +66,8 @@ def serve(
     max_rank: Annotated[int | None, _setting("max_rank")] = None,
     max_running: Annotated[int | None, _setting("max_running")] = None,
     max_waiting: Annotated[int | None, _setting("max_waiting")] = None,
+    client_stall_s: Annotated[float | None, _setting("client_stall_s")] = None,
+    body_stall_s: Annotated[float | None, _setting("body_stall_s")] = None,
     lane_wait_s: Annotated[float | None, _setting("lane_wait_s")] = None,
     max_pushes: Annotated[int | None, _setting("max_pushes")] = None,
     max_push_bytes: Annotated[int | None, _setting("max_push_bytes")] = None,

@@ -4,6 +4,7 @@
     ├── InvalidRequest                400     invalid_request_error
     ├── NotFound                      404     not_found_error      unknown model, adapter or version
     ├── NotAllowed                    405     invalid_request_error   the path exists, the method does not
+    ├── RequestTimeout                408     invalid_request_error   the body stopped arriving
     ├── Conflict                      409     conflict_error       the change does not fit the present state
     ├── TooLarge                      413     invalid_request_error
     ├── Unprocessable                 422     invalid_adapter_error   a push that was read and refused
@@ -69,6 +70,14 @@ class NotFound(LanewiseError):
 
 class NotAllowed(LanewiseError):
     status, type = HTTPStatus.METHOD_NOT_ALLOWED, "invalid_request_error"
+
+
+class RequestTimeout(LanewiseError):
+    status, type = HTTPStatus.REQUEST_TIMEOUT, "invalid_request_error"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"connection": "close"}  # the rest of the body is not waited for
 
 
 class Conflict(LanewiseError):

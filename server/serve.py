@@ -20,6 +20,7 @@ from .service import Service
 from .settings import Settings
 
 _LINGER_S = 5  # after the engine's grace: for the last bytes to reach their clients
+_MAX_HEADERS = 2**20  # bytes; a push carries its config in one
 _log = logging.getLogger(__name__)
 
 
@@ -66,6 +67,8 @@ async def _serve(
         lifespan="off",  # entered below, so that what starting raises is raised here
         log_config=None,
         access_log=False,
+        http="h11",  # httptools takes headers of any size
+        h11_max_incomplete_event_size=_MAX_HEADERS,
         timeout_graceful_shutdown=int(settings.grace_s) + _LINGER_S,
     )
     async with app.router.lifespan_context(app):
@@ -104,7 +107,11 @@ class _Server(uvicorn.Server):
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}; see --host") from error
+    family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -41,6 +41,7 @@ class Service:
         self.metrics = Metrics()
         self.started_at = int(time.time())
         self._started = False
+        self.stopping = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
         self._pushes = 0
         self._orders: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -59,6 +60,7 @@ class Service:
 
     async def drain(self) -> None:
         """Take no new requests, and let those that run finish within the settings' grace. Can be repeated."""
+        self.stopping.set()
         if self._draining is None:
             self._draining = asyncio.create_task(self.engine.stop(self.settings.grace_s))
         await asyncio.shield(self._draining)
@@ -72,7 +74,7 @@ class Service:
 
     def check_open(self) -> None:
         """Raise Unavailable when new requests are not taken."""
-        if self._draining is not None:
+        if self.stopping.is_set():
             raise Unavailable("the server is stopping; ask another one or retry", code="stopping")
 
     def select(self, model: str, lora_path: str | None = None) -> Version | None:

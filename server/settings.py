@@ -49,6 +49,9 @@ class Settings(BaseSettings):
     client_stall_s: Annotated[float, Field(gt=0)] = 60
     """Seconds that a stream waits for a client that does not read, before it is ended."""
 
+    body_stall_s: Annotated[float, Field(gt=0)] = 30
+    """Longest silence, in seconds, while a request's body arrives."""
+
     lane_wait_s: Annotated[float, Field(gt=0)] = 30
     """Seconds a request waits for a lane before it is refused with 429."""
     max_pushes: Annotated[int, Field(ge=1)] = 16

@@ -125,7 +125,16 @@ def _config(header: str | None) -> dict[str, Any]:
             f"the header {CONFIG_HEADER} is missing; expected adapter_config.json as one line of JSON",
             param=CONFIG_HEADER,
         )
-    config = parse_json_object(header.encode(), CONFIG_HEADER)
+    raw = header.encode("latin-1")  # as the HTTP server decoded it
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"the header {CONFIG_HEADER} is not UTF-8: {error.reason} at byte {error.start}; expected JSON "
+            "in UTF-8, or in ASCII with \\u escapes",
+            param=CONFIG_HEADER,
+        ) from None
+    config = parse_json_object(raw, CONFIG_HEADER)
     AdapterConfig.parse(config)  # refuses before the factors are sent
     return config
 

@@ -29,7 +29,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         finally:
             await service.close()
 
-    app = FastAPI(title="lanewise", version=version("lanewise"), lifespan=lifespan)
+    app = FastAPI(title="lanewise", version=version("lanewise"), lifespan=lifespan, redirect_slashes=False)
     app.add_middleware(Envelope)
     errors.install(app)
     for room in (openai, adapters, ops):

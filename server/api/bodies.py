@@ -1,5 +1,6 @@
 """Request bodies: read within a limit, small ones as JSON, large ones to disk."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -10,10 +11,12 @@ from pydantic import BaseModel, ValidationError
 
 from lanewise.loaders import AdapterDigest
 
-from ..errors import InvalidRequest, TooLarge
+from ..errors import InvalidRequest, RequestTimeout, TooLarge
+from .dependencies import service_of
 from .errors import invalid_fields
 
 _BATCH = 2**20
+_QUICKLY_READ = 2**16  # bytes of JSON that take well under a millisecond
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -25,10 +28,17 @@ async def read_json(request: Request, model: type[Model], limit: int) -> Model:
     body = bytearray()
     async for chunk in _limited(request, limit):
         body += chunk
+    if len(body) <= _QUICKLY_READ:
+        return _parse(model, body)
+    return await to_thread.run_sync(_parse, model, body)
+
+
+def _parse(model: type[Model], body: bytearray) -> Model:
     try:
-        return model.model_validate_json(bytes(body))
+        return model.model_validate_json(body)
     except ValidationError as error:
-        raise invalid_fields(error.errors(include_url=False, include_context=False)) from None
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        raise invalid_fields(problems) from None
 
 
 def described(model: type[BaseModel]) -> dict[str, Any]:
@@ -76,13 +86,37 @@ async def _limited(request: Request, limit: int) -> AsyncGenerator[bytes]:
     size = int(declared) if declared.isdecimal() else 0
     if size <= limit:
         size = 0
-        async for chunk in request.stream():
+        async for chunk in _arriving(request):
             size += len(chunk)
             if size > limit:
                 break
             yield chunk
     if size > limit:
         raise TooLarge(f"the body has {size} bytes or more; expected at most {limit}", param="body")
+
+
+async def _arriving(request: Request) -> AsyncGenerator[bytes]:
+    """The body's pieces. Raises RequestTimeout after a silence, Unavailable as soon as the server stops."""
+    service = service_of(request)
+    stall_s = service.settings.body_stall_s
+    pieces = request.stream()
+    stopping = asyncio.ensure_future(service.stopping.wait())
+    piece: asyncio.Future[bytes] | None = None
+    try:
+        while not service.stopping.is_set():
+            piece = asyncio.ensure_future(anext(pieces, b""))  # the last piece is empty as well
+            await asyncio.wait((piece, stopping), timeout=stall_s, return_when=asyncio.FIRST_COMPLETED)
+            if piece.done():
+                if not piece.result():
+                    return
+                yield piece.result()
+            elif not stopping.done():
+                raise RequestTimeout(f"nothing of the body arrived for {stall_s:g} s; send it again")
+        service.check_open()
+    finally:
+        for task in (stopping, piece):
+            if task is not None:
+                task.cancel()
 
 
 def _append(out: IO[bytes], digest: AdapterDigest, data: bytearray) -> None:

@@ -1,7 +1,7 @@
 """Every error becomes OpenAI's body here, whoever raised it, and nowhere else."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any
@@ -17,6 +17,7 @@ from ..catalog import FACTORS_FILE
 from ..errors import InternalError, InvalidRequest, LanewiseError, NotAllowed, NotFound, Unprocessable
 
 _MAX_ECHO = 200
+_MAX_DETAILS = 20
 _SCALARS = {"str", "int", "float", "bool"}
 _log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def as_lanewise(error: Exception) -> LanewiseError:
         case LanewiseError():
             return error
         case InvalidAdapter():
-            findings = [asdict(finding) for finding in error.findings]
+            findings = [asdict(finding) for finding in error.findings[:_MAX_DETAILS]]
             param = error.findings[0].where
             return Unprocessable(str(error), param=param, code="invalid_adapter", details=findings)
         case LoaderError():
@@ -53,12 +54,13 @@ def as_lanewise(error: Exception) -> LanewiseError:
             )
 
 
-def invalid_fields(problems: Iterable[Mapping[str, Any]]) -> InvalidRequest:
-    """Pydantic's problems as one error: the first named as `param`, all of them in the details."""
-    found = [(_path(problem["loc"]), _message(problem)) for problem in problems]
+def invalid_fields(problems: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+    """Pydantic's problems as one error: the first named as `param`, a few in the details, all counted."""
+    found = [(_path(problem["loc"]), _message(problem)) for problem in problems[:_MAX_DETAILS]]
     where, message = found[0]
     details = [{"where": path, "problem": text} for path, text in found] if len(found) > 1 else []
-    return InvalidRequest(f"{where or 'body'}: {message}", param=where or None, details=details)
+    rest = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return InvalidRequest(f"{where or 'body'}: {message}{rest}", param=where or None, details=details)
 
 
 def json_response(error: LanewiseError, headers: Mapping[str, str] | None = None) -> JSONResponse:

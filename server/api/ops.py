@@ -9,6 +9,7 @@ from .dependencies import UsedService
 router = APIRouter(tags=["ops"])
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(service: UsedService) -> dict[str, str]:
     """200 while the engine works; when it does not, the process should be started anew."""
@@ -17,6 +18,7 @@ async def health(service: UsedService) -> dict[str, str]:
     return {"status": "ok"}
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(service: UsedService) -> dict[str, str]:
     """200 while new requests are taken."""

@@ -6,16 +6,55 @@ Source: OpenAI's API reference for /v1/chat/completions and /v1/completions. Ext
 share and clients really send: top_k, min_p, stop_token_ids, ignore_eos, lora_path, chat_template_kwargs.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sized
+from functools import partial
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_MESSAGES = 4096  # also the parts of one message
+MAX_PROMPTS = 2048
+MAX_TOOLS = 1024
+MAX_BIASES = 4096
+_MAX_FIELDS = 64  # of one object; ours have fewer than 40
+_INT32 = 2**31  # every count and token id is below it
+
+
+def _few(value: object, most: int = _MAX_FIELDS) -> object:
+    """Refuse an object with too many members before each of them becomes an error of its own."""
+    if isinstance(value, dict) and (found := len(cast(Sized, value))) > most:
+        problem = "has {found} fields; expected at most {most}"
+        raise PydanticCustomError("too_many_fields", problem, {"found": found, "most": most})
+    return value
+
+
+def _only_text(value: object) -> object:
+    """Say what is accepted; pydantic would say that a list with an image in it is no string."""
+    for part in cast(list[object], value) if isinstance(value, list) else ():
+        if isinstance(part, dict) and (kind := cast(dict[str, object], part).get("type")) != "text":
+            problem = "has a part of type {kind}; expected a string, or parts of type text only"
+            raise PydanticCustomError("only_text", problem, {"kind": repr(kind)[:80]})
+    return value
+
+
+# A long list ends at its first bad item: what is wrong with the rest is the same, and costs seconds to say.
+_Token = Annotated[int, Field(ge=0, lt=_INT32)]
+_Tokens = Annotated[list[_Token], Field(fail_fast=True)]
+_Limit = Annotated[int, Field(ge=1, lt=_INT32)]
+_BiasedToken = Annotated[str, Field(max_length=10)]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, value: object) -> object:
+        return _few(value)
 
 
 class StreamOptions(_Body):
@@ -31,14 +70,16 @@ class _Sampling(_Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=_INT32)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: (
+        Annotated[dict[_BiasedToken, _Bias], BeforeValidator(partial(_few, most=MAX_BIASES))] | None
+    ) = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[_Tokens, Field(max_length=MAX_STOP_STRINGS)] | None = None
     ignore_eos: bool = False
     user: str | None = None
 
@@ -70,23 +111,26 @@ class TextPart(_Body):
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow")  # tool_calls, name, …: whatever the chat template reads
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None,
+        BeforeValidator(_only_text),
+    ] = None
 
 
 class ChatRequest(_Sampling):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_tokens: _Limit | None = None
+    max_completion_tokens: _Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_few)] | None = None
     store: bool | None = None
     service_tier: str | None = None
     reasoning_effort: str | None = None
@@ -100,8 +144,13 @@ class ChatRequest(_Sampling):
 class CompletionRequest(_Sampling):
     """POST /v1/completions. A prompt is a text or token ids; several make several answers."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    prompt: (
+        str
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | _Tokens
+        | Annotated[list[_Tokens], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    )
+    max_tokens: _Limit | None = 16
     echo: bool = False
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     suffix: str | None = None
