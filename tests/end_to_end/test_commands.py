@@ -80,7 +80,7 @@ def readme() -> str:
 
 
 def test_every_command_of_the_readme_works(
-    serve: Any, adapter_folders: dict[str, Path], readme: str, tmp_path: Path
+    serve: Any, base_folder: Path, adapter_folders: dict[str, Path], readme: str, tmp_path: Path
 ) -> None:
     commands = [
         command.partition("  #")[0].strip().replace("\\\n", " ")
@@ -98,7 +98,11 @@ def test_every_command_of_the_readme_works(
         for seed in (1, 2):
             served.client.push_folder("argon", adapter_folders[f"a{seed}"])  # so that versions 2 and 3 exist
         for command in others:
-            line = command.replace("http://127.0.0.1:8000", served.url).replace("files/argon", str(folder))
+            line = (
+                command.replace("http://127.0.0.1:8000", served.url)
+                .replace("files/argon", str(folder))
+                .replace("files/tiny-moe", str(base_folder))
+            )
             environment = os.environ | {
                 "LANEWISE_URL": served.url,
                 "PATH": f"{LANEWISE.parent}:{os.environ['PATH']}",
