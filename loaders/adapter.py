@@ -30,6 +30,7 @@ CONFIG = "adapter_config.json"
 _ADDED_TOKENS = "added_tokens.json"
 _PICKLE = "adapter_model.bin"
 _MAX_CONFIG_BYTES = 1 << 20
+_LEAST_TENSORS = 1024  # of a small base too: then every tensor it has no room for is named
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def read_adapter_file(
     parsed, findings = AdapterConfig.read(config)
     if parsed is None:
         raise InvalidAdapter(findings)
-    tensors = TensorFile(file)
+    tensors = TensorFile(file, max(inventory.most_factors, _LEAST_TENSORS))
     fitted = fit(tensors.entries, parsed, inventory)
     findings += fitted.findings
     findings += _over_rank(fitted.pairs, parsed, max_rank)

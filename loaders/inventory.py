@@ -113,6 +113,11 @@ class Inventory:
         )
 
     @property
+    def most_factors(self) -> int:
+        """How many tensors an adapter of everything has when it keeps one pair per expert."""
+        return sum(2 * (module.experts or 1) for module in self.modules.values())
+
+    @property
     def regions(self) -> dict[str, int]:
         """Region → how many modules it has."""
         return dict(Counter(module.region for module in self.modules.values()))

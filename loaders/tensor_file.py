@@ -26,6 +26,8 @@ from .errors import UnsafeFile
 
 MAX_HEADER_BYTES = 64 << 20
 MAX_TENSORS = 200_000  # GLM-5.2 with one 2-D pair per expert has 116,200
+_LEAST_HEADER = 1 << 20  # room for metadata
+_HEADER_PER_TENSOR = 512  # a long name, dtype, shape and offsets take 250
 _MAX_NAME = 1024
 _MAX_DIMENSIONS = 8
 _MAX_SIZE = 2**63
@@ -57,9 +59,15 @@ class TensorEntry:
 class TensorFile:
     """A checked safetensors file, kept open so that renaming or deleting its path takes nothing away."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises UnsafeFile when the file is not a regular one or its header does not describe it exactly."""
+    def __init__(self, path: Path, most_tensors: int = MAX_TENSORS) -> None:
+        """`most_tensors` bounds the header as well: parsing it is what a hostile one costs.
+
+        Raises UnsafeFile when the file is not a regular one, its header does not describe it exactly, or there
+        are more tensors.
+        """
         self.path = path
+        self._most_tensors = min(most_tensors, MAX_TENSORS)
+        self._most_header = min(_LEAST_HEADER + _HEADER_PER_TENSOR * most_tensors, MAX_HEADER_BYTES)
         self._fd = _open_regular(path)
         weakref.finalize(self, os.close, self._fd)
         self._identity = self._stat()
@@ -101,8 +109,8 @@ class TensorFile:
         if self.size < _LENGTH_BYTES:
             raise self._unsafe(f"truncated: {self.size} bytes", "at least 8 bytes of header length")
         length = int.from_bytes(self._read(_LENGTH_BYTES, 0), "little")
-        if length > MAX_HEADER_BYTES:
-            raise self._unsafe(f"a header of {length} bytes", f"at most {MAX_HEADER_BYTES} bytes")
+        if length > self._most_header:
+            raise self._unsafe(f"a header of {length} bytes", f"at most {self._most_header} bytes")
         start = _LENGTH_BYTES + length
         if start > self.size:
             raise self._unsafe(f"truncated in its header: {self.size} bytes", f"at least {start} bytes")
@@ -127,8 +135,8 @@ class TensorFile:
         assert isinstance(header, dict)
         tensors = cast(dict[str, Any], header)
         self._check_metadata(tensors.pop("__metadata__", {}))
-        if len(tensors) > MAX_TENSORS:
-            raise self._unsafe(f"{len(tensors)} tensors", f"at most {MAX_TENSORS}")
+        if len(tensors) > self._most_tensors:
+            raise self._unsafe(f"{len(tensors)} tensors", f"at most {self._most_tensors}")
         entries = [self._entry(name, value, _LENGTH_BYTES + len(text)) for name, value in tensors.items()]
         return sorted(entries, key=lambda entry: (entry.start, entry.nbytes))
 

@@ -41,8 +41,9 @@ def _only_text(value: object) -> object:
 
 
 # A long list ends at its first bad item: what is wrong with the rest is the same, and costs seconds to say.
-_Token = Annotated[int, Field(ge=0, lt=_INT32)]
-_Tokens = Annotated[list[_Token], Field(fail_fast=True)]
+# The vocabulary bounds a prompt's tokens more closely, and says so better than four kinds of prompt can.
+_Tokens = Annotated[list[Annotated[int, Field(ge=-_INT32, lt=_INT32)]], Field(fail_fast=True)]
+_StopToken = Annotated[int, Field(ge=0, lt=_INT32)]
 _Limit = Annotated[int, Field(ge=1, lt=_INT32)]
 _BiasedToken = Annotated[str, Field(max_length=10)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -79,7 +80,9 @@ class _Sampling(_Body):
     ) = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[_Tokens, Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[_StopToken], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = (
+        None
+    )
     ignore_eos: bool = False
     user: str | None = None
 

@@ -12,7 +12,6 @@ from ..api.schemas import ChatRequest, CompletionRequest, Message
 from ..errors import InvalidRequest
 from .sampling import Sampling
 
-_MOST_BIAS = 100.0
 # What a request may set of the template's own call; everything else of it is the server's to decide.
 _TEMPLATE_SWITCHES = {"add_generation_prompt", "continue_final_message"}
 
@@ -69,6 +68,12 @@ class Reader:
         )
 
     def _chat_prompt(self, body: ChatRequest) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest(
+                "this base has no chat template; use /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
         arguments = _template_arguments(body)
         messages = [_template_message(message) for message in body.messages]
         try:
@@ -147,11 +152,6 @@ class Reader:
                 f"logit_bias has a key that is no token id: {error}", param="logit_bias"
             ) from error
         self._check_vocabulary(list(parsed), "logit_bias")
-        for token, value in parsed.items():
-            if not -_MOST_BIAS <= value <= _MOST_BIAS:
-                raise InvalidRequest(
-                    f"logit_bias of token {token} is {value}; expected -100 to 100", param="logit_bias"
-                )
         return parsed
 
 

@@ -4,6 +4,7 @@ A row's pick depends on that row alone: the random number comes from the choice'
 gives the same tokens whatever else is in the batch.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,12 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
     seed: int | None = None
     logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        # Rows are sampled together: a number that a tensor cannot hold would break every row's answer.
+        assert 0 <= self.top_k < 2**31, f"top_k {self.top_k} is out of range"
+        floats = (self.temperature, self.top_p, self.min_p, self.presence_penalty, self.frequency_penalty)
+        assert all(map(math.isfinite, (*floats, *self.logit_bias.values()))), "every number is finite"
 
     @property
     def greedy(self) -> bool:

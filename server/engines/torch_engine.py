@@ -43,6 +43,7 @@ from .seats import Seats
 from .text import ChoiceText, Piece
 
 _log = logging.getLogger(__name__)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _STOPPED = "the engine has stopped"
 _MOST_FAILED_STEPS = 3  # in a row; then the engine says that it is not healthy
 
@@ -118,8 +119,12 @@ class TorchEngine:
 
     @property
     def healthy(self) -> bool:
-        alive = self._thread is not None and self._thread.is_alive()
-        return alive and self._loaded is not None and self._failed_steps < _MOST_FAILED_STEPS
+        """False after several failed steps in a row, until one succeeds: requests go on being tried."""
+        return self._alive and self._failed_steps < _MOST_FAILED_STEPS
+
+    @property
+    def _alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive() and self._loaded is not None
 
     @property
     def seats_nbytes(self) -> int:
@@ -207,8 +212,8 @@ class TorchEngine:
         return self._max_running + self._max_waiting
 
     def _check_room(self, answers: int) -> None:
-        if self._stopping or not self.healthy:
-            raise Unavailable("the engine is stopping" if self._stopping else "the engine is not healthy")
+        if self._stopping or not self._alive:
+            raise Unavailable("the engine is stopping" if self._stopping else "the engine is not running")
         if len(self._answers) + answers > self._capacity:
             raise Overloaded(f"{len(self._answers)} answers are running or waiting; try again later")
 
@@ -314,7 +319,10 @@ class TorchEngine:
     def _load_base(self) -> "_Loaded":
         if self._threads is not None:
             torch.set_num_threads(self._threads)
+        _check_device(self._device)
         checkpoint = BaseCheckpoint.open(self._base)
+        if not any((self._base / name).is_file() for name in _TOKENIZER_FILES):
+            raise UnsupportedBase(f"{self._base}: no tokenizer; expected {' or '.join(_TOKENIZER_FILES)}")
         check_served(checkpoint.config)
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._base)
@@ -322,6 +330,8 @@ class TorchEngine:
             pool = attach(model, self._max_lanes, self._max_rank, self._expert_layout)
         except (ValueError, OSError) as error:
             raise UnsupportedBase(f"{self._base}: {error}") from error
+        if not tokenizer.chat_template:
+            _log.warning("%s has no chat template: only /v1/completions is served", self._base)
         context = checkpoint.inventory.context_length
         seats = Seats(
             prepare(model),
@@ -408,6 +418,19 @@ def _choices(question: Question, slot: int, loaded: _Loaded) -> list[Choice]:
         for number, (prompt, limit) in enumerate(zip(question.prompts, question.limits, strict=True))
         for index in range(number * question.choices, (number + 1) * question.choices)
     ]
+
+
+def _check_device(name: str) -> None:
+    """Raises EngineFailure naming --device, before minutes go into reading a base."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise EngineFailure(f"--device {name} is not a device; expected cpu, cuda or cuda:N") from error
+    found = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= found:
+        raise EngineFailure(
+            f"--device {name}: torch finds {found} CUDA devices here; expected a lower N or cpu"
+        )
 
 
 def _end_tokens(base: Path, config: PreTrainedConfig) -> frozenset[int]:

@@ -105,6 +105,25 @@ def test_too_many_tensors_are_refused(read: Read, monkeypatch: pytest.MonkeyPatc
         read(valid())
 
 
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (b'{"a":[' + b"0," * 5_000_000 + b"0]}", "a header of"),
+        (json.dumps({"__metadata__": {str(i): "x" for i in range(400_000)}}).encode(), "a header of"),
+        (
+            json.dumps({f"t{i}": {} for i in range(2000)}).encode(),
+            "found 2000 tensors; expected at most 1024",
+        ),
+    ],
+    ids=["flat list", "metadata", "tensors"],
+)
+def test_a_small_base_takes_no_header_of_a_large_one(read: Read, header: bytes, reason: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(UnsafeFile, match=reason):
+        read(build(header))
+    assert time.monotonic() - started < 1
+
+
 def test_the_valid_file_is_accepted(read: Read) -> None:
     adapter = read(valid())
     assert adapter.layout == "linear"

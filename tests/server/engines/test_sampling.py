@@ -1,6 +1,7 @@
 """Each row is sampled by its own rules, as if it were alone."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -125,3 +126,11 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
     assert picks[1] is None
     assert picks[0] == sample(batch[:1], [row(Sampling(seed=4, logprobs=1))])[0]
     assert picks[2] is not None
+
+
+@pytest.mark.parametrize(
+    "rules", [{"top_k": 10**400}, {"temperature": float("inf")}, {"logit_bias": {1: float("nan")}}]
+)
+def test_rules_that_would_break_other_rows_cannot_be_made(rules: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
+        Sampling(**rules)
