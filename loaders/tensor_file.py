@@ -62,8 +62,8 @@ class TensorFile:
     def __init__(self, path: Path, most_tensors: int = MAX_TENSORS) -> None:
         """`most_tensors` bounds the header as well: parsing it is what a hostile one costs.
 
-        Raises UnsafeFile when the file is not a regular one, its header does not describe it exactly, or there
-        are more tensors.
+        Raises UnsafeFile when the file is not a regular one, its header does not describe it exactly, or
+        there are more tensors.
         """
         self.path = path
         self._most_tensors = min(most_tensors, MAX_TENSORS)
