@@ -115,10 +115,11 @@ class Service:
 
         `digest` is what the receiver computed from the bytes; None reads them once more to compute it.
         Pushes of one adapter take their numbers, and are activated, in the order in which they arrived
-        whole. Raises InvalidAdapter, UnsafeFile or StorageFailure and changes nothing; an error of the
-        activation says that the version is stored.
+        whole. Raises InvalidAdapter, UnsafeFile, Unprocessable (no lane can hold it) or StorageFailure and
+        changes nothing; an error of the activation says that the version is stored.
         """
         adapter = await to_thread.run_sync(self._check, received / FACTORS_FILE, config, digest)
+        self.engine.check(adapter)
         async with self._order(name):
             version = await self.catalog.store(name, received, config, adapter)
             if activate:

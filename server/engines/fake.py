@@ -6,10 +6,10 @@ It keeps the protocol's promises and asserts that its caller keeps theirs.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from lanewise.loaders import Adapter, Inventory
+from lanewise.loaders import Adapter, Inventory, Layout
 
 from ..api.schemas import ChatRequest
-from ..errors import EngineFailure, LanewiseError, Overloaded, Unavailable
+from ..errors import EngineFailure, LanewiseError, Overloaded, Unavailable, Unprocessable
 from .openai_output import OpenAIStream, whole_body
 from .protocol import Call, Chunk, Lane
 from .text import Finish, Piece, TokenLogprob, TokenText
@@ -23,8 +23,9 @@ _LOGPROB = -0.25
 class FakeEngine:
     """See `protocol.Engine`. `loads`, `unloads` and `aborts` record what was asked of it, in order.
 
-    Faults, all off: `refuse_load` is raised by the next load, `fail_after` breaks every answer once it has
-    said that many tokens, `overloaded` refuses every request, `die` ends all answers and the engine's health.
+    Faults, all off: `refuse_load` is raised by the next load, `refuse_layouts` fit no lane, `fail_after`
+    breaks every answer once it has said that many tokens, `overloaded` refuses every request, `die` ends all
+    answers and the engine's health.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class FakeEngine:
         self.unloads: list[str] = []
         self.aborts: list[str] = []
         self.refuse_load: LanewiseError | None = None
+        self.refuse_layouts: set[Layout] = set()
         self.fail_after: int | None = None
         self.overloaded = False
 
@@ -97,6 +99,10 @@ class FakeEngine:
         except TimeoutError:
             self._end_all(Unavailable("the server stopped before the answer was finished"))
         self._started = False
+
+    def check(self, adapter: Adapter) -> None:
+        if adapter.layout in self.refuse_layouts:
+            raise Unprocessable(f"no lane holds the layout {adapter.layout}", code="invalid_adapter")
 
     async def load(self, lane: Lane, adapter: Adapter) -> None:
         assert lane.key not in self.lanes, f"{lane.key} is loaded already"

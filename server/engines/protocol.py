@@ -91,6 +91,13 @@ class Engine(Protocol):
         """Finish what runs for at most `grace_s` seconds, then end the rest with `Unavailable`."""
         ...
 
+    def check(self, adapter: Adapter) -> None:
+        """Raise Unprocessable for an adapter that fits the base but none of this engine's lanes.
+
+        Reads no factors: it is asked before a push is stored.
+        """
+        ...
+
     async def load(self, lane: Lane, adapter: Adapter) -> None:
         """Make the lane selectable. The caller has made sure that a slot is free."""
         ...

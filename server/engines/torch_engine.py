@@ -151,6 +151,14 @@ class TorchEngine:
         await self._end_thread()
         self._loaded = None
 
+    def check(self, adapter: Adapter) -> None:
+        if self._expert_layout == "shared_outer" and adapter.layout not in ("shared_outer", "linear"):
+            raise Unprocessable(
+                f"the adapter has factors per expert ({adapter.layout}) and this server keeps the outer ones"
+                " shared; start the server with --expert-layout stacked",
+                code="invalid_adapter",
+            )
+
     async def load(self, lane: Lane, adapter: Adapter) -> None:
         """Raises Unprocessable for factors that this engine's pool cannot hold."""
         assert lane.key not in self._slots, f"{lane.key} is loaded already"

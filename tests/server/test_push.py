@@ -191,6 +191,17 @@ def test_failed_load_leaves_the_old_version_active(server: Any, factors: Any, sa
     assert server.said("argon@2") == said_by("argon@2")
 
 
+@pytest.mark.parametrize("activate", [True, False])
+def test_what_no_lane_can_hold_is_not_stored(server: Any, factors: Any, activate: bool) -> None:
+    server.engine.refuse_layouts = {"linear"}
+    before = tree(server.data)
+    for _ in range(2):
+        response = server.push("argon", factors(), activate=activate)
+        assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_adapter")
+    assert tree(server.data) == before
+    assert server.engine.loads == []
+
+
 def test_delete_while_running(start: Any, factors: Any, said_by: Any) -> None:
     with start(engine={"delay_s": 0.03}) as server:
         server.push("argon", factors())

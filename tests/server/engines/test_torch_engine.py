@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lanewise.kernels.base import load_base
 from lanewise.kernels.tolerances import assert_close
-from lanewise.loaders import BaseCheckpoint
-from lanewise.server.engines import Call, Chunk, Engine, attention
+from lanewise.loaders import Adapter, BaseCheckpoint, Inventory, read_adapter, write_adapter
+from lanewise.server.engines import Call, Chunk, Engine, Lane, attention
 from lanewise.server.engines.seats import Step
 from lanewise.server.engines.text import ChoiceText
 from lanewise.server.errors import (
@@ -575,3 +575,31 @@ async def test_an_unreadable_base_is_named(tmp_path: Path) -> None:
         await engine.start()
     assert not engine.healthy
     assert not [t for t in threading.enumerate() if t.name == "lanewise-engine"]
+
+
+@pytest.mark.parametrize("expert_layout", ["shared_outer", "stacked"])
+async def test_check_refuses_exactly_what_load_would(
+    start_engine: StartEngine, residents: list[Any], inventory: Inventory, tmp_path: Path, expert_layout: str
+) -> None:
+    shared: Adapter = residents[0].adapter
+    factors: dict[str, Tensor] = {}
+    for name, a, b, _ in shared.pairs():
+        experts = inventory.modules[name].experts
+        a, b = (a, b) if experts is None else (a.expand(experts, -1, -1), b.expand(experts, -1, -1))
+        factors[f"base_model.model.{name}.lora_A.weight"] = a.contiguous()
+        factors[f"base_model.model.{name}.lora_B.weight"] = b.contiguous()
+    config = {**shared.config.raw, "_sglang_lora_format": "stacked"}
+    write_adapter(tmp_path / "stacked", factors, config)
+    stacked = read_adapter(tmp_path / "stacked", inventory, max_rank=64)
+    assert (shared.layout, stacked.layout) == ("shared_outer", "stacked")
+    async with start_engine(expert_layout=expert_layout) as engine:
+        for adapter in (shared, stacked):
+            lane = Lane(adapter.layout, 1, adapter.digest)
+            if expert_layout == "shared_outer" and adapter is stacked:
+                with pytest.raises(Unprocessable, match="--expert-layout stacked"):
+                    await engine.load(lane, adapter)
+                with pytest.raises(Unprocessable, match="--expert-layout stacked"):
+                    engine.check(adapter)
+            else:
+                engine.check(adapter)
+                await engine.load(lane, adapter)
