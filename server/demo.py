@@ -39,6 +39,7 @@ def run_demo(json_file: Path, port: int, keep: Path | None, *, keep_serving: boo
     """
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise typer.BadParameter(f"--keep {keep}: is not an empty folder")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: the server does too
     console = Console()
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="lanewise-") as temporary:

@@ -59,7 +59,7 @@ def test_the_demo_proves_recall_and_keeps_serving(tmp_path: Path) -> None:
         )
         assert python.stdout.strip() == PASSWORDS["argon"]
     finally:
-        demo.send_signal(signal.SIGINT)
+        demo.send_signal(signal.SIGTERM)  # as Ctrl-C, which a shell may have told us to ignore
         rest, _ = demo.communicate(timeout=30)
     assert demo.returncode == 0, rest
     assert {folder.name for folder in kept.iterdir()} == {"tiny-moe", *PASSWORDS}
