@@ -19,7 +19,6 @@ from .engines.protocol import Engine
 from .errors import Conflict, EngineFailure, LanewiseError, Overloaded, Unavailable
 from .lanes import Lanes
 from .metrics import Metrics
-from .selection import select
 from .settings import Settings
 
 State = Literal["stored", "loaded", "active", "draining"]
@@ -76,10 +75,6 @@ class Service:
         """Raise Unavailable when new requests are not taken."""
         if self.stopping.is_set():
             raise Unavailable("the server is stopping; ask another one or retry", code="stopping")
-
-    def select(self, model: str, lora_path: str | None = None) -> Version | None:
-        """See `selection.select`."""
-        return select(self.catalog, model, lora_path)
 
     def state(self, version: Version) -> State:
         """Where a stored version is in its life; `draining`: not active any more, but still leased."""

@@ -43,7 +43,7 @@ class Envelope:
             await self.app(scope, receive, named_send)
         except ClientDisconnect:
             _log.info("request %s: the client went away", request_id)
-        except Exception as error:
+        except Exception as error:  # the last resort: logged, and a 500 without internals
             _log.error("request %s failed: %s %s", request_id, scope["method"], scope["path"])
             if started:
                 raise

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from ..catalog import BASE, Version
 from ..engines.protocol import Call, Lane
 from ..errors import LanewiseError
+from ..selection import select
 from ..service import Service
 from .bodies import described, read_json
 from .dependencies import UsedService
@@ -37,7 +38,7 @@ async def models(service: UsedService) -> ModelList:
 
 @router.get("/models/{model_id:path}", response_model_exclude_none=True)
 async def model(model_id: str, service: UsedService) -> ModelCard:
-    version = service.select(model_id)
+    version = select(service.catalog, model_id)
     return _base_card(service) if version is None else _card(service, model_id, version)
 
 
@@ -51,7 +52,7 @@ async def _answer(
         try:
             service.check_open()
             body = await read_json(request, kind, service.settings.max_json_bytes)
-            version = service.select(body.model, body.lora_path)
+            version = select(service.catalog, body.model, body.lora_path)
             watch.adapter = service.metrics.adapter_label(version.adapter if version else BASE)
             lane = await running.enter_async_context(service.lanes.lease(version)) if version else None
             call = Call(uuid.uuid4().hex, body, lane)
